@@ -35,7 +35,8 @@ class AlgoConfig:
         if self.loss not in LOSSES:
             raise ValueError(f"--loss is one of {', '.join(LOSSES)} (got {self.loss})")
         if self.advantage not in ADVANTAGES:
-            raise ValueError(f"--advantage is one of {', '.join(ADVANTAGES)} (got {self.advantage})")
+            known = ", ".join(ADVANTAGES)
+            raise ValueError(f"--advantage is one of {known} (got {self.advantage})")
         if not 0 < self.clip_low < 1 or self.clip_high <= 0:
             raise ValueError("--clip_low lies between 0 and 1, --clip_high above 0")
         if self.kl_coef < 0:
@@ -105,7 +106,10 @@ def token_weights(lengths: Tensor, total_tokens: int) -> Tensor:
 
 
 def token_logprobs(
-    hidden: Tensor, head: Callable[[Tensor], Tensor], targets: Tensor, temperature: float,
+    hidden: Tensor,
+    head: Callable[[Tensor], Tensor],
+    targets: Tensor,
+    temperature: float,
     chunk: int = 2048,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution, both [T], in fp32.

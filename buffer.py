@@ -98,17 +98,25 @@ class Group:
 class SampleBuffer:
     """Admits groups, collects their samples, and hands them out as batches of exactly B groups.
 
-    `steps` bounds the run: never more than steps * B groups are admitted and kept. `version` is
-    where the run starts (above 0 when it resumes), `first_index` the first admission index to use.
+    `steps` bounds the run: never more than steps * B groups are admitted and kept. A resumed run
+    starts at a version above 0, at the admission index `first_index` (the `cursor` of the run that
+    it goes on with), and with what was dropped before that.
     """
 
-    def __init__(self, config: BufferConfig, steps: int, version: int = 0, first_index: int = 0):
+    def __init__(
+        self,
+        config: BufferConfig,
+        steps: int,
+        version: int = 0,
+        first_index: int = 0,
+        dropped: dict[int, str] | None = None,
+    ):
         self.config = config
         self.steps = steps
         self.version = version
         self.first_index = self.next_index = first_index
         self.kept = version * config.batch_size  # admitted and not dropped, over the whole run
-        self.dropped: dict[int, str] = {}  # reason, by admission index
+        self.dropped = dict(dropped or {})  # reason, by admission index
         self._open: dict[int, Group] = {}  # admitted, not yet complete
         self._order: deque[Group] = deque()  # admitted, not yet handed out, in admission order
         self._complete: deque[Group] = deque()  # the finished head of that order
@@ -210,6 +218,9 @@ class SampleBuffer:
         What was in progress is generated again; indices below are trained on or dropped."""
         waiting = itertools.chain(self._complete, (g for g in self._order if g.index in self._open))
         return next((group.index for group in waiting), self.next_index)
+
+    def dropped_before(self, index: int) -> dict[int, str]:
+        return {i: reason for i, reason in self.dropped.items() if i < index}
 
     def pending(self) -> str:
         """What a waiting trainer is waiting for, for error messages and stall reports."""

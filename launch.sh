@@ -62,7 +62,7 @@ case " $* " in *smollm2* | *slow*) extras+=(requirements-smollm2.txt) ;; esac  #
 # was installed. Both are written last, so a set-up that was cut off anywhere is seen as undone.
 core() {  # a venv made for GPUs stays one where none is visible (a cluster's login node)
   if [[ ${DEVICE-} != cpu ]] && { [[ -f .venv/.kind && $(<.venv/.kind) == requirements.txt ]] ||
-    timeout 20 nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }; then echo requirements.txt; else echo requirements-cpu.txt; fi
+    [[ $(timeout 20 nvidia-smi -L 2>/dev/null) == "GPU "* ]]; }; then echo requirements.txt; else echo requirements-cpu.txt; fi
 }
 state() { printf '%s %s' "$(.venv/bin/python -V 2>&1)" "$(cksum <"$1")"; }
 is_done() { [[ -f .venv/.done-$1 && $(<".venv/.done-$1") == "$(state "$1")" ]]; }
@@ -110,7 +110,7 @@ pip_or_die() {
   pip "$@" && return
   local why; why=$(grep -aE '^ *(ERROR|[A-Za-z.]*Error):' $LOG | tail -1) || why=$(tail -1 $LOG)
   ! grep -aqiE 'No space left' $LOG || die 1 "the disk ran full; free some and call again"
-  ! grep -aqE 'Retrying|Connection|timed out|ProxyError|resolve' $LOG ||
+  ! grep -aqE 'Retrying|Connection(Error| broken| aborted)|timed out|ProxyError' $LOG ||
     die 1 "no network, or the package index does not answer (pip: ${why#ERROR: })"
   die 1 "pip could not install (see $LOG): ${why#ERROR: }"
 }

@@ -52,7 +52,7 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role[0] }}:{{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>a:{% endif %}"
 )
-WARMUP_STEPS = 400
+WARMUP_STEPS = 450
 
 
 def resolve_model(
@@ -158,7 +158,7 @@ def warm_up(model, tokenizer, task: Task, steps: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
     # 50 steps up, and down to 0 over the last three tenths.
     rate = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1, (step + 1) / 50, (steps - step) / (0.3 * steps))
+        optimizer, lambda step: min(1, (step + 1) / 50, (steps - step) / max(1, 0.3 * steps))
     )
     prompts: dict[str, list[int]] = {}  # a lookup is faster than to render a chat template
 

@@ -1,7 +1,15 @@
-"""What a run writes and shows: metrics, samples, progress bar, summary, figures."""
+"""What a run writes and shows: metrics, samples, a progress bar, a summary and figures.
 
+    python report.py plot RUN_DIR...      reward.png of finished runs
+
+The files of a run (see README): config.json, metrics.jsonl, samples.jsonl, reward.png.
+"""
+
+import argparse
+import importlib.util
 import json
 import sys
+from collections import Counter
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -9,46 +17,130 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+SAMPLES_A_STEP = 2  # written to samples.jsonl
+
+
+def check_destinations(report_to: str) -> None:
+    """Raise ValueError for a destination that is unknown or not installed."""
+    packages = {"tensorboard": "tensorboard", "wandb": "wandb"}
+    for name in filter(None, report_to.split(",")):
+        if name not in packages:
+            raise ValueError(f"--report_to takes tensorboard and wandb (got {name})")
+        if importlib.util.find_spec(packages[name]) is None:
+            raise ValueError(f"--report_to {name} needs: pip install {packages[name]}")
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The objects of a JSONL file, without a last line that was cut off in the middle."""
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
 
 class Log:
-    """The files of a run, and its progress bar. Rank 0 only."""
+    """The files of a run and its progress bar. Rank 0 has one."""
 
-    def __init__(self, train, others):
-        name = f"{datetime.now():%Y%m%d-%H%M%S}-{train.mode}-{others[2].env}"
-        self.dir = Path(train.run_dir or f"runs/{name}")
+    def __init__(self, config, settings: list, env: str, resumed_at: int | None):
+        name = f"{datetime.now():%Y%m%d-%H%M%S}-{config.mode}-{env.split(':')[0].split('/')[-1]}"
+        self.dir = Path(config.run_dir or f"runs/{name}")
         self.dir.mkdir(parents=True, exist_ok=True)
-        settings = {k: v for config in (train, *others) for k, v in asdict(config).items()}
-        (self.dir / "config.json").write_text(json.dumps(settings, indent=2))
+        flat = {key: value for part in settings for key, value in asdict(part).items()}
+        flat["run_dir"], flat["resume"] = str(self.dir), ""
+        (self.dir / "config.json").write_text(json.dumps(flat, indent=2) + "\n")
+        self.rows: list[dict] = []
+        if resumed_at is not None:
+            self._cut(resumed_at)
         self.metrics = (self.dir / "metrics.jsonl").open("a")
-        self.bar = tqdm(total=train.steps, desc=train.mode, unit="step")
+        self.samples = (self.dir / "samples.jsonl").open("a")
+        self.writers = [OPEN[name](flat, self.dir) for name in config.report_to.split(",") if name]
+        self.quiet = not sys.stderr.isatty()
+        self.bar = tqdm(
+            total=config.steps,
+            initial=resumed_at or 0,
+            desc=config.mode,
+            unit="step",
+            dynamic_ncols=True,
+            mininterval=10 if self.quiet else 0.1,  # a file is no place for a bar in motion
+        )
 
-    def write(self, row, batch, tokenizer):
+    def _cut(self, version: int) -> None:
+        """Forget what was written after the checkpoint: those steps are about to be run again."""
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            rows = read_rows(self.dir / name)
+            rows = [row for row in rows if row.get("step", row["version"]) <= version]
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            (self.dir / name).write_text(text)
+            self.rows = rows if name == "metrics.jsonl" else self.rows
+
+    def _write(self, row: dict) -> None:
+        self.rows.append(row)
         self.metrics.write(json.dumps(row) + "\n")
         self.metrics.flush()
-        self.bar.set_postfix(reward=f"{row['reward_mean']:.2f}", stale=row["staleness_max"])
+        for write in self.writers:
+            write(row)
+
+    def step(self, row: dict, batch: list, tokenizer) -> None:
+        """Write a step's metrics and a few of its samples; move the bar."""
+        self._write(row)
+        for sample in batch[:SAMPLES_A_STEP]:
+            first = int(sample.mask.argmax())  # of the response
+            record = {
+                "step": row["step"],
+                "group": sample.task.group,
+                "sample": sample.task.sample,
+                "prompt": tokenizer.decode(sample.ids[:first]),
+                "response": tokenizer.decode(sample.ids[first:]),
+                "reward": sample.reward,
+                "truncated": sample.truncated,
+                "versions": sample.versions[sample.mask].tolist(),
+            }
+            self.samples.write(json.dumps(record) + "\n")
+        self.samples.flush()
+        seconds = row["t_wait"] + row["t_train"] + row["t_publish"]
+        self.bar.set_postfix_str(
+            f"reward {row['reward_mean']:.2f}, staleness {row['staleness_mean']:.1f}, "
+            f"{row['tokens'] / seconds:.0f} tok/s, idle: trainer {row['trainer_idle']:.0%} "
+            f"rollout {row['rollout_idle']:.0%}",
+            refresh=False,
+        )
         self.bar.update()
 
-    def write_eval(self, version, result, seconds):
-        row = {"version": version} | {f"eval/{k}": v for k, v in result.items()} | {"t_eval": seconds}
-        self.metrics.write(json.dumps(row) + "\n")
-        self.metrics.flush()
-        self.bar.write(f"version {version}: {result}")
+    def evaluation(self, version: int, mean: float, solved: float, count: int, seconds: float):
+        self._write(
+            {
+                "version": version,
+                "eval/solve_rate": solved,
+                "eval/reward_mean": mean,
+                "eval/samples": count,
+                "t_eval": seconds,
+            }
+        )
+        self.bar.write(
+            f"version {version}: {solved:.1%} of {count} held-out prompts solved", file=sys.stderr
+        )
+
+    def close(self) -> None:
+        self.bar.close()
+        self.metrics.close()
+        self.samples.close()
+
+    def summary(self) -> None:
+        """The end of a run in a few lines, and its figure."""
+        self.bar.close()
+        figure = plot_reward([self.dir], self.dir / "reward.png")
+        print(summarize(self.rows))
+        print(f"files: {self.dir}/ (metrics.jsonl, samples.jsonl, checkpoint), figure: {figure}")
 
 
-def step_row(run) -> dict:
-    """Metrics of the step that has just ended, less those of the trainer."""
-    batch = run.batch
-    at = run.version - 1
+def batch_metrics(run) -> dict:
+    """What the samples, the workers and the clock say about the step that has just ended."""
+    batch, at = run.batch, run.version - 1
     rewards = np.array([s.reward for s in batch])
     stale = np.array([at - s.oldest_version for s in batch])
-    seconds = run.rollouts.take_seconds()
-    step = run.t_wait + run.t_train + run.t_publish
-    buffer = run.rollouts.buffer
-    spent = sum(v for k, v in seconds.items() if k != "tokens") or 1.0
+    seconds, buffer = run.rollouts.take_seconds(), run.rollouts.buffer
+    made = seconds.pop("tokens", 0)
+    worker_time = sum(seconds.values()) or 1.0
+    dropped = Counter(buffer.dropped.values())
     return {
-        "step": run.version,
-        "version": at,
-        "wall_s": run.wall,
         "reward_mean": float(rewards.mean()),
         "solve_rate": float((rewards >= 1).mean()),
         "mismatch_max": run.rollouts.mismatch[0],
@@ -56,11 +148,141 @@ def step_row(run) -> dict:
         "staleness_mean": float(stale.mean()),
         "staleness_max": int(stale.max()),
         "tokens": int(sum(s.mask.sum() for s in batch)),
+        "tokens_made": made,
         "samples": len(batch),
-        **{f"dropped_{w}": buffer.count_dropped(w) for w in ("filtered", "stale", "failed", "redundant")},
-        "t_wait": run.t_wait, "t_train": run.t_train, "t_publish": run.t_publish,
-        **{f"t_{k}": v for k, v in seconds.items() if k != "tokens"},
-        "trainer_idle": run.t_wait / step,
-        "rollout_idle": seconds["idle"] / spent,
+        "truncated": float(np.mean([s.truncated for s in batch])),
+        **{f"dropped_{why}": dropped[why] for why in ("filtered", "stale", "failed", "redundant")},
+        "t_wait": run.t_wait,
+        "t_train": run.t_train,
+        "t_publish": run.t_publish,
+        **{f"t_worker_{what}": spent for what, spent in sorted(seconds.items())},
+        "trainer_idle": run.t_wait / (run.t_wait + run.t_train + run.t_publish),
+        "rollout_idle": seconds["idle"] / worker_time,
         "prompt_ids": [s.task.prompt for s in batch[:: run.buffer.group_size]],
     }
+
+
+def summarize(rows: list[dict]) -> str:
+    """Reward first → last, times, staleness and idle shares of a run, and what to change."""
+    steps = [row for row in rows if "step" in row]
+    evals = [row for row in rows if "eval/solve_rate" in row]
+    wall, samples = steps[-1]["wall_s"], sum(row["samples"] for row in steps)
+    per_step = {
+        name: np.mean([row.get(key, 0.0) for row in steps[1:] or steps])
+        for name, key in (
+            ("decode", "t_worker_decode"),
+            ("train", "t_train"),
+            ("publish", "t_publish"),
+            ("wait for a batch", "t_wait"),
+        )
+    }
+    first, last = steps[0]["reward_mean"], np.mean([row["reward_mean"] for row in steps[-5:]])
+    lines = [f"training reward {first:.3f} → {last:.3f} (mean of the last 5 steps)"]
+    if evals:
+        lines.append(
+            f"held-out solve rate {evals[0]['eval/solve_rate']:.3f} (version "
+            f"{evals[0]['version']}) → {evals[-1]['eval/solve_rate']:.3f} "
+            f"(version {evals[-1]['version']}, {evals[-1]['eval/samples']} prompts)"
+        )
+    idle = {k: np.mean([row[f"{k}_idle"] for row in steps]) for k in ("trainer", "rollout")}
+    lines += [
+        f"{len(steps)} steps in {wall:.1f} s, {samples / wall:.0f} samples/s; a step: "
+        + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in per_step.items()),
+        f"staleness mean {np.mean([row['staleness_mean'] for row in steps]):.2f}, "
+        f"max {max(row['staleness_max'] for row in steps)}; idle: trainer {idle['trainer']:.0%}, "
+        f"rollout {idle['rollout']:.0%}",
+    ]
+    if idle["trainer"] > 0.5:
+        lines.append("the trainer waits most of the time: try more rollout workers or --alpha")
+    if idle["rollout"] > 0.5:
+        lines.append("the workers wait most of the time: try more trainer ranks or --alpha")
+    return "\n".join(lines)
+
+
+# -- figures -------------------------------------------------------------------------------------
+
+
+def plot_reward(runs: list[Path], target: Path) -> Path:
+    """Training reward (smoothed) and held-out solve rate against steps and against wall time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (by_step, by_time) = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    for number, run in enumerate(runs):
+        rows = read_rows(run / "metrics.jsonl")
+        steps = [row for row in rows if "step" in row]
+        evals = [row for row in rows if "eval/solve_rate" in row]
+        wall = {0: 0.0} | {row["step"]: row["wall_s"] for row in steps}
+        rewards = np.array([row["reward_mean"] for row in steps])
+        window = max(1, len(rewards) // 20)
+        smooth = [rewards[max(0, i - window) : i + 1].mean() for i in range(len(rewards))]
+        for axis, at in ((by_step, lambda step: step), (by_time, wall.get)):
+            color = f"C{number}"
+            x = [at(row["step"]) for row in steps]
+            axis.plot(x, rewards, color=color, alpha=0.25, linewidth=0.8)
+            axis.plot(x, smooth, color=color, label=f"{run.name}: training")
+            axis.plot(
+                [at(row["version"]) for row in evals],
+                [row["eval/solve_rate"] for row in evals],
+                "o--",
+                color=color,
+                label=f"{run.name}: held out",
+            )
+    by_step.set(xlabel="step", ylabel="reward")
+    by_time.set(xlabel="seconds (evaluation not counted)")
+    by_step.legend(fontsize=8)
+    for axis in (by_step, by_time):
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(target, dpi=120)
+    plt.close(figure)
+    return target
+
+
+# -- other places that metrics can go to ---------------------------------------------------------
+
+
+def open_tensorboard(settings: dict, directory: Path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(directory))
+
+    def write(row: dict) -> None:
+        for key, value in row.items():
+            if isinstance(value, int | float):
+                writer.add_scalar(key, value, row.get("step", row["version"]))
+        writer.flush()
+
+    return write
+
+
+def open_wandb(settings: dict, directory: Path):
+    import wandb
+
+    run = wandb.init(project="roll-flash", name=directory.name, config=settings, dir=str(directory))
+    return lambda row: run.log({k: v for k, v in row.items() if isinstance(v, int | float)})
+
+
+OPEN = {"tensorboard": open_tensorboard, "wandb": open_wandb}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Figures of finished runs.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    plot = commands.add_parser("plot", help="reward of one or several runs, in one figure")
+    plot.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
+    plot.add_argument("--out", type=Path, help="default: reward.png in the first run directory")
+    args = parser.parse_args()
+    for run in args.runs:
+        if not read_rows(run / "metrics.jsonl"):
+            print(f"report.py: no metrics.jsonl with rows in {run}", file=sys.stderr)
+            return 2
+        print(f"{run}\n{summarize(read_rows(run / 'metrics.jsonl'))}")
+    print(plot_reward(args.runs, args.out or args.runs[0] / "reward.png"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -39,6 +39,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tqdm import tqdm
 
 from buffer import RolloutTask, Sample, SampleBuffer
 from envs import EnvConfig, Task, encode_prompt, make_task
@@ -342,8 +343,9 @@ class Worker:
 
 def worker_main(conn: Connection, spec: WorkerSpec) -> None:
     """Entry point of a rollout process."""
-    os.setpgid(0, 0)  # a group of its own: Ctrl-C is the trainer's to handle, and ours can be killed
+    os.setpgid(0, 0)  # a group of its own, to be killed as one; Ctrl-C is for the trainer alone
     die_with_parent()
+    tqdm.set_lock(threading.RLock())  # its default, shared between processes, outlives a kill
     try:
         worker = Worker(conn, spec)
         asyncio.run(worker.serve())
@@ -364,7 +366,7 @@ def die_with_parent() -> None:
             os._exit(1)  # it died before we asked
 
 
-# -- in the trainer's process: where workers go, and their owner ---------------------------------------------------------
+# -- in the trainer's process: where workers go, and their owner ----------------------------------
 
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TORCHRUN_PREFIXES = ("GROUP_", "ROLE_", "LOCAL_WORLD", "TORCHELASTIC_")
@@ -435,10 +437,9 @@ class Rollouts:
     state is behind one lock; `_changed` tells waiting callers that there is something new.
     """
 
-    def __init__(self, spec: WorkerSpec, buffer: SampleBuffer, make_rollout_task, fp32: bool):
+    def __init__(self, spec: WorkerSpec, buffer: SampleBuffer, make_rollout_task):
         self.spec, self.config, self.buffer = spec, spec.rollout, buffer
         self.make_rollout_task = make_rollout_task  # (admission index, sample) -> RolloutTask
-        self.fp32 = fp32
         workers, slots = self.config.rollout_workers, self.config.max_num_seqs
         # A few more tasks than sequences: the next one is there when one ends.
         self.dispatcher = Dispatcher(workers, slots + max(1, slots // 8))
@@ -621,7 +622,7 @@ class Rollouts:
     def _take_failure(self, task: RolloutTask, details: str) -> None:
         last = details.strip().splitlines()[-1]
         if task.eval:
-            raise RolloutError(f"evaluation of held-out prompt {task.prompt} failed: {last}", details)
+            raise RolloutError(f"evaluation, held-out prompt {task.prompt}: {last}", details)
         known = self.buffer.wants(task)
         if self.buffer.fail(task):
             self.dispatcher.queue.appendleft(task)
@@ -653,7 +654,7 @@ class Rollouts:
         gaps = np.abs(np.stack([p - update.reference for p in update.loaded.values()]))
         self.mismatch = float(gaps.max()), float(gaps.mean())
         self.first_mismatch = self.first_mismatch or max(self.mismatch[0], 1e-6)
-        limit = 1e-3 if self.fp32 else 10 * self.first_mismatch
+        limit = 1e-3 if self.spec.dtype == "float32" else 10 * self.first_mismatch
         if not self.mismatch[0] <= limit:  # also true of NaN
             raise RolloutError(
                 f"trainer and engine disagree after the publish of version {update.version}: "
@@ -684,7 +685,7 @@ class Rollouts:
     def _await_word(self, word: str, timeout: float) -> None:
         self._await(
             lambda: all(word in said for said in self._said),
-            lambda: f"{word!r} from workers {[w for w, s in enumerate(self._said) if word not in s]}",
+            lambda: f"{sum(word not in said for said in self._said)} workers to be {word}",
             timeout,
         )
 

@@ -233,7 +233,8 @@ def test_torch_comes_from_its_cpu_index_where_that_answers(checkout):
 
 def test_gpu_machine(checkout):
     checkout.run()
-    checkout.program("nvidia-smi", "#!/bin/sh\necho 'GPU 0: some (UUID: GPU-1)'\n")
+    two_gpus = "#!/bin/sh\necho 'GPU 0: some (UUID: GPU-1)'; sleep 0.2; echo 'GPU 1: some'\n"
+    checkout.program("nvidia-smi", two_gpus)
     checkout.run()  # the CPU's venv is of no use here
     gpu_steps = [CPU_STEPS[0], "raw -r requirements.txt"]
     assert checkout.pip_calls() == gpu_steps and checkout.made_venvs() == 1

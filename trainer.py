@@ -1,0 +1,385 @@
+"""The trainer ranks: where each stands, the policy and its update, and the sending of weights.
+
+`Trainer.step` is one optimiser step on one batch. With one rank on a CPU it is plain PyTorch; with
+several ranks, or on a GPU, FSDP2 shards the same module, and the result is the same: every
+denominator is global, so it does not matter how a batch is cut.
+"""
+
+import math
+import os
+import socket
+import sys
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+import algos
+from buffer import Sample
+from rollout import (
+    RolloutConfig,
+    Rollouts,
+    cut_buckets,
+    join_weight_group,
+    open_store,
+    place_workers,
+)
+
+STATE_FILE = "trainer.pt"  # in a checkpoint, beside the model
+
+
+@dataclass
+class TrainerConfig:
+    learning_rate: float = field(default=0.0, metadata={"help": "AdamW; 0: the model's preset"})
+    lr_warmup: int = field(default=0, metadata={"help": "steps over which the rate rises linearly"})
+    grad_clip: float = field(default=1.0, metadata={"help": "largest norm of the gradient"})
+    micro_tokens: int = field(
+        default=16384, metadata={"help": "tokens (padding included) a forward pass"}
+    )
+    bucket_mb: int = field(default=256, metadata={"help": "weights are sent in buckets this large"})
+
+    def __post_init__(self):
+        for name in ("learning_rate", "lr_warmup"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"--{name} must be 0 or more (got {getattr(self, name)})")
+        for name in ("grad_clip", "micro_tokens", "bucket_mb"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"--{name} must be above 0 (got {getattr(self, name)})")
+
+
+# -- where this rank stands, and what it says to the others --------------------------------------
+
+
+class Cell:
+    """This process among the trainer ranks. A node is a cell: its local rank 0 owns the rollout
+    processes and the buffer of that node, and only the collectives below cross nodes."""
+
+    def __init__(self, rollout: RolloutConfig):
+        self.rollout = rollout
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.local_world = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        self.nodes, self.node = self.world // self.local_world, self.rank // self.local_world
+        gpus = torch.cuda.device_count()
+        self.device = torch.device("cuda", self.local_rank % gpus) if gpus else torch.device("cpu")
+        self.worker_devices, self.wire, self.gpu_share = place_workers(
+            gpus, self.local_world, rollout.rollout_workers, rollout.tensor_parallel
+        )
+        if self.nodes == 1 and sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the host name resolves to
+        if self.world > 1 or gpus:
+            backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+            store = None if self.world > 1 else dist.HashStore()
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=self.rank,
+                world_size=self.world,
+                timeout=timedelta(minutes=60),  # other ranks wait in here while a batch is made
+            )
+        # Objects (batches) travel within a node only.
+        self.node_group = None
+        for node in range(self.nodes if self.world > 1 else 0):
+            first = node * self.local_world
+            group = dist.new_group(list(range(first, first + self.local_world)), backend="gloo")
+            self.node_group = group if node == self.node else self.node_group
+
+    def sum(self, value: float) -> float:
+        return self._reduce(value, dist.ReduceOp.SUM)
+
+    def max(self, value: float) -> float:
+        return self._reduce(value, dist.ReduceOp.MAX)
+
+    def _reduce(self, value: float, op) -> float:
+        if self.world == 1:
+            return value
+        tensor = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(tensor, op)
+        return float(tensor)
+
+    def from_rank_zero(self, value):
+        """The value that rank 0 has, on every rank of every node."""
+        box = [value]
+        if self.world > 1:
+            dist.broadcast_object_list(box, 0)
+        return box[0]
+
+    def from_local_rank_zero(self, value):
+        """The value that local rank 0 has, on every rank of this node."""
+        box = [value]
+        if self.local_world > 1:
+            dist.broadcast_object_list(box, self.node * self.local_world, group=self.node_group)
+        return box[0]
+
+    def gather_cells(self, value) -> list:
+        """What local rank 0 of each node has, in the order of nodes, on every rank."""
+        values = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value)
+        return values[:: self.local_world]
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+
+# -- the update ---------------------------------------------------------------------------------
+
+
+class Policy(nn.Module):
+    """A causal language model that returns log-probabilities of chosen tokens, never all logits."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """ids [N, L] padded on the right, mask [N, L] true on trained tokens, never on the first.
+        Returns log-probability and entropy of those tokens, [T] in row-major order."""
+        # No attention mask: padding is on the right, where causal attention never looks.
+        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [N,L,D]
+        predicts = mask[:, 1:]  # position t - 1 predicts token t
+        head = self.model.get_output_embeddings()
+        return algos.token_logprobs(
+            hidden[:, :-1][predicts], head, ids[:, 1:][predicts], temperature
+        )
+
+
+class Trainer:
+    """The policy, its optimiser, and one update a batch; sharded by FSDP2 when there are ranks."""
+
+    def __init__(
+        self,
+        cell: Cell,
+        config: TrainerConfig,
+        algo: algos.AlgoConfig,
+        model: str,
+        reference: str,
+        group_size: int,
+        temperature: float,
+        dtype: str,
+    ):
+        self.cell, self.config, self.algo = cell, config, algo
+        self.group_size, self.temperature = group_size, temperature
+        self.dtype = getattr(torch, dtype)
+        self.policy = self._load(model)
+        self.reference = self._load(reference).requires_grad_(False) if algo.kl_coef else None
+        self.optimizer = torch.optim.AdamW(
+            self.policy.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        warmup = max(1, config.lr_warmup)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min(1.0, (step + 1) / warmup)
+        )
+
+    def _load(self, path: str) -> Policy:
+        # Masters are float32 also where the forward pass is not.
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        policy = Policy(model).to(self.cell.device)
+        if self.cell.world > 1 or self.cell.device.type == "cuda":
+            mixed = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+            for module in policy.modules():
+                if isinstance(module, nn.ModuleList):  # the decoder layers
+                    for layer in module:
+                        fully_shard(layer, mp_policy=mixed)
+            fully_shard(policy, mp_policy=mixed)
+        return policy
+
+    def logprobs(self, policy: Policy, ids: Tensor, mask: Tensor, temperature: float | None = None):
+        return policy(ids, mask, temperature or self.temperature)
+
+    def step(self, samples: list[Sample]) -> dict[str, float]:
+        """One optimiser step on this node's part of the batch (all of it goes to every rank of the
+        node, each takes its share). Returns metrics of the whole batch."""
+        cell, device = self.cell, self.cell.device
+        rewards = torch.tensor([s.reward for s in samples]).view(-1, self.group_size)  # [G, n]
+        advantages = algos.ADVANTAGES[self.algo.advantage](rewards).flatten()  # [G * n]
+        lengths = torch.tensor([int(s.mask.sum()) for s in samples])
+        total = cell.sum(float(lengths.sum())) / cell.local_world  # trained tokens of all nodes
+        by_length = sorted(range(len(samples)), key=lambda i: len(samples[i].ids))
+        mine = by_length[cell.local_rank :: cell.local_world]
+        pieces = cut_micro_batches([len(samples[i].ids) for i in mine], self.config.micro_tokens)
+        # FSDP's collectives need as many forward passes on every rank: short ranks repeat their
+        # first piece, counting nothing.
+        spare = int(cell.max(len(pieces))) - len(pieces)
+        seen: list[dict[str, Tensor]] = []
+        for number, piece in enumerate(pieces + pieces[:1] * spare):
+            rows = [samples[mine[i]] for i in piece]
+            where = torch.tensor([mine[i] for i in piece])
+            ids, mask, behaviour = (x.to(device) for x in pad_samples(rows))
+            weight = algos.token_weights(lengths[where], total).to(device)  # [T]
+            weight *= number < len(pieces)
+            advantage = advantages[where].repeat_interleave(lengths[where]).to(device)  # [T]
+            logp, entropy = self.logprobs(self.policy, ids, mask)  # [T]
+            loss, stats = algos.LOSSES[self.algo.loss](logp, behaviour, advantage, self.algo)
+            if self.reference is not None:
+                with torch.no_grad():
+                    reference, _ = self.logprobs(self.reference, ids, mask)
+                loss = loss + self.algo.kl_coef * algos.kl_penalty(logp, reference)
+            objective = (loss * weight).sum()
+            # FSDP averages gradients over ranks; the weights already carry the global denominator.
+            (objective * cell.world).backward()
+            stats |= {"loss": loss.detach(), "entropy": entropy}
+            seen.append({"weight": weight, **stats})
+        return self._update(seen, samples)
+
+    def _update(self, seen: list[dict[str, Tensor]], samples: list[Sample]) -> dict[str, float]:
+        """Clip, check, step; and reduce the per-token statistics over pieces and ranks."""
+        norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.grad_clip)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        tokens = {key: torch.cat([piece[key] for piece in seen]) for key in seen[0]}  # [T] each
+        weight = tokens.pop("weight")
+        mean = {key: self.cell.sum(float((value * weight).sum())) for key, value in tokens.items()}
+        if not math.isfinite(mean["loss"]) or not math.isfinite(float(norm)):
+            raise NonFiniteError(mean["loss"], float(norm), samples)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        counted = tokens["ratio"][weight > 0]
+        return {
+            "loss": mean["loss"],
+            "grad_norm": float(norm),
+            "entropy": mean["entropy"],
+            "ratio_mean": mean["ratio"],
+            "ratio_max": self.cell.max(float(counted.max()) if len(counted) else 0.0),
+            "clip_frac": mean["clip"],
+        }
+
+    @torch.no_grad()
+    def score(self, ids: list[int]) -> np.ndarray:
+        """Raw log-probabilities (T = 1) of ids[1:], for the probe. Called on every rank."""
+        row = torch.tensor([ids], device=self.cell.device)  # [1, L]
+        mask = torch.ones_like(row, dtype=torch.bool)
+        return self.logprobs(self.policy, row, mask, 1.0)[0].cpu().numpy()
+
+    def save(self, path: Path, tokenizer, progress: dict) -> None:
+        """Write model and tokenizer in Hugging Face format, and what a resumed run needs. Every
+        rank takes part (shards are gathered); rank 0 writes, to a temporary name first."""
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        optimizer = get_optimizer_state_dict(self.policy, self.optimizer, options=whole)
+        weights = {
+            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu()
+            for name, p in self.policy.model.named_parameters()
+        }
+        if self.cell.rank == 0:
+            temporary = path.with_name(f".{path.name}")
+            self.policy.model.save_pretrained(temporary, state_dict=weights)
+            tokenizer.save_pretrained(temporary)
+            state = {"optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
+            torch.save(state | {"rng": torch.get_rng_state()} | progress, temporary / STATE_FILE)
+            temporary.rename(path)
+
+    def restore(self, state: dict) -> None:
+        """Put back what `save` wrote beside the model (which `model` already names)."""
+        whole = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(self.policy, self.optimizer, state["optimizer"], options=whole)
+        self.scheduler.load_state_dict(state["scheduler"])
+        torch.set_rng_state(state["rng"])
+
+
+class NonFiniteError(RuntimeError):
+    """Loss or gradient is NaN or infinite; carries the batch, so that it can be looked at."""
+
+    def __init__(self, loss: float, norm: float, samples: list[Sample]):
+        at_fault = [
+            f"{s.task.group}:{s.task.sample}"
+            for s in samples
+            if not (np.isfinite(s.logprobs).all() and math.isfinite(s.reward))
+        ]
+        of = ", ".join(at_fault[:8]) or "none (all their log-probabilities and rewards are finite)"
+        super().__init__(f"loss {loss}, gradient norm {norm}; samples at fault: {of}")
+        self.samples = samples
+
+
+def cut_micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """Cut sorted rows into runs whose padded size stays within max_tokens (or one row).
+
+    >>> cut_micro_batches([2, 3, 3, 9], max_tokens=9)
+    [[0, 1, 2], [3]]
+    """
+    pieces: list[list[int]] = []
+    for i, length in enumerate(lengths):
+        if pieces and (len(pieces[-1]) + 1) * length <= max_tokens:
+            pieces[-1].append(i)
+        else:
+            pieces.append([i])
+    return pieces
+
+
+def pad_samples(samples: list[Sample]) -> tuple[Tensor, Tensor, Tensor]:
+    """Samples as ids [N, L] and mask [N, L], padded on the right, and the behaviour
+    log-probabilities of the masked tokens, flat: [T]. Padding is 0, whatever token that is: it is
+    never attended to and never in the mask."""
+    longest = max(len(s.ids) for s in samples)
+    ids = np.zeros((len(samples), longest), np.int64)
+    mask = np.zeros((len(samples), longest), bool)
+    for row, sample in enumerate(samples):
+        ids[row, : len(sample.ids)] = sample.ids
+        mask[row, : len(sample.ids)] = sample.mask
+    behaviour = np.concatenate([s.logprobs[s.mask] for s in samples])
+    return torch.from_numpy(ids), torch.from_numpy(mask), torch.from_numpy(behaviour)
+
+
+# -- weights to the rollout processes ------------------------------------------------------------
+
+
+class Publisher:
+    """The sending half of a publish; `engine.BroadcastReceiver` is the other."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+        # Tied embeddings are one parameter and appear once; the engine ties its own.
+        named = dict(trainer.policy.model.named_parameters())
+        self.parameters = list(named.values())
+        self.info = {
+            "names": list(named),
+            "shapes": [list(p.shape) for p in self.parameters],
+            "dtype": str(trainer.dtype).removeprefix("torch."),
+            "bucket_bytes": trainer.config.bucket_mb * 2**20,
+        }
+        self.group = None  # rank 0 has one
+
+    def connect(self, rollouts: Rollouts | None, timeout: float) -> None:
+        """Join trainer rank 0 and every rollout rank of every node in one process group."""
+        cell, limit = self.trainer.cell, timedelta(seconds=timeout)
+        workers = cell.rollout.rollout_workers * cell.rollout.tensor_parallel  # ranks a node
+        world = 1 + cell.nodes * workers
+        host = "127.0.0.1" if cell.nodes == 1 else socket.gethostbyname(socket.gethostname())
+        store = open_store(world, limit, host) if cell.rank == 0 else None
+        host, port, backend = cell.from_rank_zero(
+            (host, store.port, cell.wire) if store is not None else None
+        )
+        if rollouts is not None:
+            rollouts.join(host, port, 1 + cell.node * workers, world, backend, timeout)
+        if store is not None:
+            self.group = join_weight_group(host, port, 0, world, backend, limit, store)
+        if rollouts is not None:
+            rollouts.joined()
+
+    def send(self) -> None:
+        """Gather a bucket on all trainer ranks, then broadcast it, then the next: two communicators
+        are never in flight together."""
+        dtype, cell = self.trainer.dtype, self.trainer.cell
+        for bucket in cut_buckets(self.info["shapes"], dtype.itemsize, self.info["bucket_bytes"]):
+            parts = []
+            for i in bucket:
+                p = self.parameters[i].detach()
+                p = p.full_tensor() if isinstance(p, DTensor) else p
+                if cell.rank == 0:
+                    parts.append(p.to(dtype).flatten())
+            if self.group is not None:
+                flat = torch.cat(parts).to("cpu" if cell.wire == "gloo" else cell.device)
+                self.group.broadcast(flat, 0).wait()
