@@ -12,10 +12,12 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import logging
 import multiprocessing
 import operator
 import random
 import re
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -228,31 +230,30 @@ def boxed(text: str) -> str | None:
 
 
 def start_checker() -> None:
-    """Prepare a process of the reward pool: what is slow comes before the clock of a check runs."""
-    import logging
-    import signal
-
+    """Prepare a process of the reward pool: the slow import comes before any check's clock runs."""
     import math_verify  # noqa: F401
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # else it warns of the None below
-    # The pool ends a check by SIGTERM. A handler in Python would wait for the multiplication of two
-    # huge numbers to end; the default action does not.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def equivalent(gold: str, answer: str) -> bool:
+def equivalent(gold: str, answer: str, limit: float) -> bool:
     """Whether two LaTeX expressions are equal. Runs in a process of the reward pool.
 
     An answer that cannot be read is not equal. Raises ValueError if the gold one cannot be read.
     """
     from math_verify import parse, verify
 
-    # math-verify's own time limits use SIGALRM; they are off, since the pool's limit always holds.
-    expected = parse(f"\\boxed{{{gold}}}", parsing_timeout=None)
-    if not expected:
-        raise ValueError(f"math-verify cannot read the gold answer {gold!r}")
-    given = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
-    return bool(verify(expected, given, timeout_seconds=None))
+    # The pool ends this process after `limit` seconds. If nobody is left to do so, the alarm does.
+    signal.setitimer(signal.ITIMER_REAL, limit + 5)
+    try:
+        # math-verify's own limits would take the alarm for themselves, and hold less well.
+        expected = parse(f"\\boxed{{{gold}}}", parsing_timeout=None)
+        if not expected:
+            raise ValueError(f"math-verify cannot read the gold answer {gold!r}")
+        given = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
+        return bool(verify(expected, given, timeout_seconds=None))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 class MathTask(Task):
@@ -296,7 +297,7 @@ class MathTask(Task):
     def _check(self, gold: str, answer: str) -> bool:
         patience = self.config.env_timeout
         limit = min(self.check_seconds, patience)
-        future = self._pool.schedule(equivalent, args=(gold, answer), timeout=limit)
+        future = self._pool.schedule(equivalent, args=(gold, answer, limit), timeout=limit)
         try:
             return future.result(timeout=patience)
         except FutureTimeout as error:

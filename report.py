@@ -66,7 +66,7 @@ class Log:
         """Forget what was written after the checkpoint: those steps are about to be run again."""
         for name in ("metrics.jsonl", "samples.jsonl"):
             rows = read_rows(self.dir / name)
-            rows = [row for row in rows if row.get("step", row["version"]) <= version]
+            rows = [row for row in rows if row.get("step", row.get("version", 0)) <= version]
             text = "".join(json.dumps(row) + "\n" for row in rows)
             (self.dir / name).write_text(text)
             self.rows = rows if name == "metrics.jsonl" else self.rows
@@ -114,9 +114,11 @@ class Log:
                 "t_eval": seconds,
             }
         )
-        self.bar.write(
-            f"version {version}: {solved:.1%} of {count} held-out prompts solved", file=sys.stderr
-        )
+        with self.bar.external_write_mode(file=sys.stderr):
+            print(
+                f"version {version}: {solved:.1%} of {count} held-out prompts solved",
+                file=sys.stderr,
+            )
 
     def close(self) -> None:
         self.bar.close()
@@ -137,14 +139,14 @@ def batch_metrics(run) -> dict:
     rewards = np.array([s.reward for s in batch])
     stale = np.array([at - s.oldest_version for s in batch])
     seconds, buffer = run.rollouts.take_seconds(), run.rollouts.buffer
-    made = seconds.pop("tokens", 0)
+    made, workers = seconds.pop("tokens", 0), run.rollout.rollout_workers
     worker_time = sum(seconds.values()) or 1.0
     dropped = Counter(buffer.dropped.values())
     return {
         "reward_mean": float(rewards.mean()),
         "solve_rate": float((rewards >= 1).mean()),
-        "mismatch_max": run.rollouts.mismatch[0],
-        "mismatch_mean": run.rollouts.mismatch[1],
+        "mismatch_max": run.rollouts.mismatches[at][0],
+        "mismatch_mean": run.rollouts.mismatches[at][1],
         "staleness_mean": float(stale.mean()),
         "staleness_max": int(stale.max()),
         "tokens": int(sum(s.mask.sum() for s in batch)),
@@ -155,7 +157,7 @@ def batch_metrics(run) -> dict:
         "t_wait": run.t_wait,
         "t_train": run.t_train,
         "t_publish": run.t_publish,
-        **{f"t_worker_{what}": spent for what, spent in sorted(seconds.items())},
+        **{f"t_worker_{what}": spent / workers for what, spent in sorted(seconds.items())},
         "trainer_idle": run.t_wait / (run.t_wait + run.t_train + run.t_publish),
         "rollout_idle": seconds["idle"] / worker_time,
         "prompt_ids": [s.task.prompt for s in batch[:: run.buffer.group_size]],

@@ -259,9 +259,23 @@ class Worker:
         elif kind == "commit":
             self.engine.version = args[0]
             self.engine.gate.set()
+        elif kind == "begin":
+            self.begin(*args)
         elif kind == "stop":
             self.stopping = True
         self.wake.set()
+
+    def begin(self, spec: WorkerSpec) -> None:
+        """Another run with this engine: drop what is in progress, and hold no version."""
+        for episode in self.episodes.values():
+            episode.cancel()
+        if (spec.env, spec.seed) != (self.spec.env, self.spec.seed):
+            self.env.close()
+            self.env = make_task(spec.env, spec.seed)
+        self.spec, self.engine.version = spec, -1
+        self.engine.temperature = spec.rollout.temperature
+        self.finished, self.failed, self.seconds = [], [], Counter()
+        self.conn.send(("begun",))
 
     def read_messages(self, loop: asyncio.AbstractEventLoop) -> None:
         """In a thread of its own, so that the owner's sends never wait for an engine step."""
@@ -447,8 +461,8 @@ class Rollouts:
         self.pipes: list[Connection] = []
         self.error: RolloutError | None = None
         self.version = -1  # committed on every worker of this node
-        self.mismatch = (0.0, 0.0)  # max, mean of |trainer - engine| over the probe
-        self.first_mismatch = None
+        self.mismatches: dict[int, tuple[float, float]] = {}  # of each version's probe: max, mean
+        self.weight_group = None  # trainer rank 0 keeps its end of it here
         self.seconds: Counter[str] = Counter()
         self._said: list[set[str]] = [set() for _ in range(workers)]
         self._heard = [time.monotonic()] * workers
@@ -459,6 +473,21 @@ class Rollouts:
         self._closing = False
         self._thread = threading.Thread(target=self._own, name="rollout owner", daemon=True)
         self._limit = self.config.start_timeout
+
+    def begin(self, spec: WorkerSpec, buffer: SampleBuffer, make_rollout_task) -> None:
+        """Serve another run with the same engines (the model's shape and limits stay): whatever is
+        in progress is cancelled, and no version is held until the next publish."""
+        self.wait_committed()
+        with self._changed:
+            self.version, self.mismatches = -1, {}
+            self._said = [set() for _ in self.pipes]
+            for worker in range(len(self.pipes)):
+                self._send(worker, "begin", WorkerSpec(**{**vars(spec), "rank": worker}))
+        self._await_word("begun", self.config.start_timeout)
+        with self._changed:
+            self.spec, self.buffer, self.make_rollout_task = spec, buffer, make_rollout_task
+            self.dispatcher = Dispatcher(len(self.pipes), self.dispatcher.slots)
+            self.seconds, self._evaluating = Counter(), {}
 
     def start(self, devices: list[str | None], threads: int) -> None:
         """Spawn the workers and wait until each has its engine."""
@@ -652,13 +681,14 @@ class Rollouts:
         """Every worker has loaded: compare the probes, then let decoding and admission go on."""
         update = self._update
         gaps = np.abs(np.stack([p - update.reference for p in update.loaded.values()]))
-        self.mismatch = float(gaps.max()), float(gaps.mean())
-        self.first_mismatch = self.first_mismatch or max(self.mismatch[0], 1e-6)
-        limit = 1e-3 if self.spec.dtype == "float32" else 10 * self.first_mismatch
-        if not self.mismatch[0] <= limit:  # also true of NaN
+        worst = float(gaps.max())
+        self.mismatches[update.version] = worst, float(gaps.mean())
+        first, _ = next(iter(self.mismatches.values()))
+        limit = 1e-3 if self.spec.dtype == "float32" else 10 * max(first, 1e-6)
+        if not worst <= limit:  # also true of NaN
             raise RolloutError(
                 f"trainer and engine disagree after the publish of version {update.version}: "
-                f"|logprob difference| up to {self.mismatch[0]:.2g}, allowed {limit:.2g}"
+                f"|logprob difference| up to {worst:.2g}, allowed {limit:.2g}"
             )
         for worker in range(len(self.pipes)):
             self._send(worker, "commit", update.version)

@@ -183,20 +183,25 @@ class Run:
             share = BufferConfig(buffer.batch_size // cell.nodes, buffer.group_size, buffer.alpha)
             cursor, dropped = state.get("cells", [(0, {})] * cell.nodes)[cell.node]
             samples = SampleBuffer(share, config.steps, self.version, cursor, dropped)
-            self.rollouts = Rollouts(spec, samples, self.rollout_task)
+            self.for_workers = spec, samples, self.rollout_task
 
-    def start(self) -> None:
-        """Start the workers and give them their first weights, of version 0 or the checkpoint's."""
-        if self.rollouts:
-            self.rollouts.start(self.cell.worker_devices, self.worker_threads)
+    def start(self, rollouts: Rollouts | None = None) -> None:
+        """Start the workers, or go on with those of an earlier run, and give them their first
+        weights: of version 0, or the checkpoint's."""
+        if self.cell.local_rank == 0:
+            self.rollouts = rollouts or Rollouts(*self.for_workers)
+            if rollouts:
+                rollouts.begin(*self.for_workers)
+            else:
+                self.rollouts.start(self.cell.worker_devices, self.worker_threads)
         self.publisher.connect(self.rollouts, self.rollout.start_timeout)
         self.publish(self.version)
         self.wait_committed()
         if self.config.eval_every and self.version == 0:
             self.evaluate()
 
-    def close(self) -> None:
-        if self.rollouts:
+    def close(self, keep_workers: bool = False) -> None:
+        if self.rollouts and not keep_workers:
             self.rollouts.close()
         if self.log:
             self.log.close()

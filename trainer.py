@@ -350,10 +350,13 @@ class Publisher:
             "dtype": str(trainer.dtype).removeprefix("torch."),
             "bucket_bytes": trainer.config.bucket_mb * 2**20,
         }
-        self.group = None  # rank 0 has one
+        self.group = None  # trainer rank 0 has one
 
     def connect(self, rollouts: Rollouts | None, timeout: float) -> None:
         """Join trainer rank 0 and every rollout rank of every node in one process group."""
+        if rollouts is not None and rollouts.weight_group is not None:
+            self.group = rollouts.weight_group  # the workers of an earlier run
+            return
         cell, limit = self.trainer.cell, timedelta(seconds=timeout)
         workers = cell.rollout.rollout_workers * cell.rollout.tensor_parallel  # ranks a node
         world = 1 + cell.nodes * workers
@@ -368,6 +371,7 @@ class Publisher:
             self.group = join_weight_group(host, port, 0, world, backend, limit, store)
         if rollouts is not None:
             rollouts.joined()
+            rollouts.weight_group = self.group
 
     def send(self) -> None:
         """Gather a bucket on all trainer ranks, then broadcast it, then the next: two communicators

@@ -2,7 +2,9 @@
 
 import json
 import multiprocessing
+import random
 import re
+import signal
 import sys
 import threading
 import time
@@ -21,6 +23,7 @@ from envs import (
     Task,
     arithmetic,
     boxed,
+    equivalent,
     make_task,
     prompt_order,
 )
@@ -181,6 +184,13 @@ def test_a_fault_of_the_checker_is_raised(math):
     assert math.reward(Row("", "x+1"), r"\boxed{1+x}") == 1.0
 
 
+def test_no_alarm_outlives_its_check():
+    with pytest.raises(ValueError):
+        equivalent("$", "5", 30)
+    assert equivalent("1/2", "0.5", 30)
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0  # it would end a process at rest
+
+
 def test_a_full_pool_is_a_fault_and_not_a_wrong_answer(math):
     busy = threading.Thread(target=math.reward, args=(Row("", "5"), HUGE))
     task = MathTask(EnvConfig(env="math", data=math.config.data, env_timeout=0.5))
@@ -331,6 +341,7 @@ def test_my_task(tmp_path):
         "        return float(response == row.answer)\n"
     )
     task = make_task(EnvConfig(env=f"{tmp_path}/random.py:MyTask"), seed=3)
+    assert sys.modules["random"] is random
     assert isinstance(task, Task) and task.seed == 3 and not task.blocking
     assert task.reward(task.train[0], "b") == 1.0
     assert task.max_tokens == 8 and task.chat and task.stop is None

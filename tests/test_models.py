@@ -63,10 +63,13 @@ def test_untied_has_a_head_of_its_own(task, tmp_path):
 
 
 def test_same_seed_same_weights_and_the_callers_state_is_kept(task, tiny, tmp_path):
-    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    state = torch.manual_seed(12345).get_state()
     again = models.resolve_model("tiny", task, "addition", tmp_path, warmup_steps=5)
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == 3
     assert torch.equal(torch.get_rng_state(), state)
+    torch.set_num_threads(threads)
     a, b = (AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (tiny, again))
     assert all(torch.equal(a[k], b[k]) for k in a)
 

@@ -1,0 +1,115 @@
+"""Shared by the tests of the loop: a barely warmed-up tiny model, and one vLLM worker for all."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import train
+from envs import EnvConfig, make_task
+from models import resolve_model
+
+
+TASKS = '''
+from envs import Addition, Row, Task
+
+class Odd(Addition):
+    """About half of all responses are right, whatever the model: there is always a signal."""
+    def reward(self, row, response):
+        return float(bool(response) and ord(response[-1]) % 2)
+
+class Hopeless(Addition):
+    """Every response scores the same."""
+    def reward(self, row, response):
+        return 0.0
+
+class Short(Odd):
+    """Three prompts: less than a batch."""
+    def __init__(self, config, seed=0):
+        super().__init__(config, seed)
+        self.train, self.test = self.train[:3], self.test[:2]
+
+class Flaky(Odd):
+    """Raises for some responses, whatever prompt they are to."""
+    blocking = True
+    def reward(self, row, response):
+        if sum(map(ord, response)) % 50 == 0:
+            raise RuntimeError(f"cannot judge {response!r}")
+        return super().reward(row, response)
+
+class Broken(Addition):
+    """Never gives a reward."""
+    def reward(self, row, response):
+        raise KeyError("no gold answer")
+
+class Hanging(Addition):
+    """Never comes back."""
+    blocking = True
+    def reward(self, row, response):
+        import time
+        time.sleep(3600)
+'''
+
+
+@pytest.fixture(scope="session")
+def tasks(tmp_path_factory) -> Path:
+    """A file of tasks as a user would write one."""
+    path = tmp_path_factory.mktemp("tasks") / "my_tasks.py"
+    path.write_text(TASKS)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> str:
+    """The tiny model after a few seconds of warm-up: it writes digits and stops, mostly wrongly."""
+    task = make_task(EnvConfig(env="addition"), 0)
+    return resolve_model("tiny", task, "addition", tmp_path_factory.mktemp("models"), 40)
+
+
+class SharedWorker:
+    """Runs training in this process; all runs use the rollout process that the first one starts."""
+
+    def __init__(self, model: str, env: str, directory: Path):
+        self.model, self.env, self.directory = model, env, directory
+        self.rollouts, self.runs = None, 0
+
+    def train(self, *flags: str, prepare=lambda run: None, **settings) -> train.Run:
+        """Train with these flags to the end. `prepare(run)` may change the run before it starts."""
+        self.runs += 1
+        defaults = {
+            "model": self.model,
+            "env": self.env,
+            "learning_rate": 3e-4,
+            "max_model_len": 128,
+            "max_num_seqs": 64,
+            "batch_size": 4,
+            "group_size": 4,
+            "eval_every": 0,
+            "run_dir": self.directory / f"run-{self.runs}",
+        }
+        settings = defaults | settings
+        argv = [part for k, v in settings.items() for part in (f"--{k}", str(v))]
+        run = train.Run(*train.parse([*flags, *argv]))
+        try:
+            prepare(run)
+            run.start(self.rollouts)
+            self.rollouts = run.rollouts
+            (train.train_sync if run.config.mode == "sync" else train.train_async)(run)
+            run.wait_committed()
+        finally:
+            run.close(keep_workers=True)
+        return run
+
+
+@pytest.fixture(scope="session")
+def worker(tiny, tasks, tmp_path_factory):
+    shared = SharedWorker(tiny, f"{tasks}:Odd", tmp_path_factory.mktemp("runs"))
+    yield shared
+    if shared.rollouts:
+        shared.rollouts.close()
+
+
+def rows_of(run: train.Run) -> list[dict]:
+    """The step rows that a run wrote."""
+    lines = (run.log.dir / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "step" in row]

@@ -1,0 +1,118 @@
+"""Run by test_engine.py in a process of its own (vLLM reads its settings from the environment).
+
+Drives one `engine.Engine` by hand, with the trainer's end of the weight group in a thread, and
+prints what it saw as JSON: argument 1 is a model directory, 2 the folder of a second one of the
+same shape, 3 the number of tensor-parallel workers.
+"""
+
+import asyncio
+import json
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine import Engine
+from envs import EnvConfig
+from rollout import RolloutConfig, WorkerSpec, cut_buckets, join_weight_group, open_store
+
+BUCKET = 2**18  # several buckets, also for the tiny model
+
+
+def send(group, model) -> None:
+    parameters = [p.detach() for p in model.parameters()]
+    for bucket in cut_buckets([p.shape for p in parameters], 4, BUCKET):
+        group.broadcast(torch.cat([parameters[i].flatten() for i in bucket]), 0).wait()
+
+
+def bucket_info(model) -> dict:
+    named = dict(model.named_parameters())
+    shapes = [list(p.shape) for p in named.values()]
+    return {"names": list(named), "shapes": shapes, "dtype": "float32", "bucket_bytes": BUCKET}
+
+
+class Driver:
+    def __init__(self, models: list, path: str, ranks: int):
+        spec = WorkerSpec(
+            rank=0, model=path, seed=0, max_tokens=40, max_model_len=128, dtype="float32",
+            rollout=RolloutConfig(max_num_seqs=16, tensor_parallel=ranks), env=EnvConfig(),
+            prefix_caching=True, gpu_share=0.0,
+        )  # fmt: skip
+        self.models, self.version = models, -1
+        self.engine = Engine(spec)
+        limit, host = timedelta(seconds=60), "127.0.0.1"
+        store = open_store(1 + ranks, limit, host)
+        info = {"host": host, "port": store.port, "first_rank": 1, "world_size": 1 + ranks}
+        info |= {"backend": "gloo", "timeout": 60.0}
+        join = threading.Thread(
+            target=lambda: self.engine.llm.collective_rpc(
+                "init_weight_transfer_engine", args=(info,)
+            )
+        )
+        join.start()
+        self.group = join_weight_group(host, store.port, 0, 1 + ranks, "gloo", limit, store)
+        join.join()
+
+    def load(self, which: int, version: int, restart: bool = False) -> list[float]:
+        """Publish model `which`; returns the probe's scores."""
+        model = self.models[which]
+        thread = threading.Thread(target=send, args=(self.group, model))
+        thread.start()
+        self.engine.load_weights(bucket_info(model), restart)
+        thread.join()
+        waiting = {request: len(turn.ids) for request, turn in self.engine.turns.items()}
+        scores = self.engine.probe(PROBE)
+        assert waiting == {r: len(turn.ids) for r, turn in self.engine.turns.items()}
+        self.engine.version = version
+        return scores
+
+    async def generate(self, temperature: float, update=None, prompts=None) -> list[dict]:
+        """8 turns of up to 40 tokens; `update()` is called once, between two steps."""
+        self.engine.temperature = temperature
+        prompts = prompts or [[1, 40 + i, 50 + 2 * i, 60] for i in range(8)]
+        turns = [
+            asyncio.create_task(self.engine.generate(prompt, 40, seed=i))
+            for i, prompt in enumerate(prompts)
+        ]
+        await asyncio.sleep(0)
+        steps = 0
+        while self.engine.turns:
+            self.engine.step()
+            steps += 1
+            if update and steps == 12:
+                update()
+            await asyncio.sleep(0)
+        done = [await turn for turn in turns]
+        return [
+            {"prompt": t.prompt, "ids": t.ids, "logprobs": t.logprobs, "versions": t.versions}
+            for t in done
+        ]
+
+
+PROBE = list(range(3, 40))
+
+
+async def main() -> dict:
+    paths, ranks = sys.argv[1:3], int(sys.argv[3])
+    models = [AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32) for p in paths]
+    driver = Driver(models, paths[0], ranks)
+    seen = {"probe_1": driver.load(1, 0), "probe_0": driver.load(0, 1)}
+    seen["greedy"] = await driver.generate(0.0)
+    seen["greedy_cut"] = await driver.generate(0.0, lambda: driver.load(0, 2))
+    seen["spanning"] = await driver.generate(1.0, lambda: driver.load(1, 3))
+    driver.load(0, 4)
+    seen["restarted"] = await driver.generate(1.0, lambda: driver.load(1, 5, restart=True))
+    turn = asyncio.create_task(driver.engine.generate([1, 5, 6], 40, seed=0))
+    await asyncio.sleep(0)
+    driver.engine.step()
+    turn.cancel()
+    await asyncio.gather(turn, return_exceptions=True)
+    seen["after_abort"] = [len(driver.engine.turns), driver.engine.llm.has_unfinished_requests()]
+    return seen
+
+
+if __name__ == "__main__":  # tensor-parallel workers import this file
+    Path(sys.argv[4]).write_text(json.dumps(asyncio.run(main())))

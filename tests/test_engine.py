@@ -1,0 +1,88 @@
+"""The engine under weight updates: which weights made which token, measured against transformers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from envs import EnvConfig, make_task
+from models import resolve_model
+from rollout import child_environment
+
+HERE = Path(__file__).parent
+
+
+def drive(name: str, tmp: Path, ranks: int) -> dict:
+    """Two random models of one shape, and what an engine did while it changed between them."""
+    paths = []
+    for seed in (0, 1):
+        task = make_task(EnvConfig(env="addition"), seed)
+        paths.append(resolve_model(name, task, "addition", tmp, 0))  # no warm-up: long responses
+    with child_environment(None, threads=1):
+        subprocess.run(
+            [sys.executable, HERE / "engine_script.py", *paths, str(ranks), tmp / "seen.json"],
+            check=True, timeout=250, env=os.environ | {"PYTHONPATH": str(HERE.parent)},
+        )  # fmt: skip
+    seen = json.loads((tmp / "seen.json").read_text())
+    models = [AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32) for p in paths]
+    return seen | {"models": models}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("tiny", 1), id="tied"),
+        pytest.param(("tiny-untied", 1), id="untied"),
+        pytest.param(("tiny", 2), id="tensor parallel", marks=pytest.mark.slow),
+    ],
+)
+def seen(request, tmp_path_factory):
+    name, ranks = request.param
+    return drive(name, tmp_path_factory.mktemp("engine"), ranks)
+
+
+@torch.no_grad()
+def score(model, ids: list[int]) -> torch.Tensor:
+    """Log-probabilities of ids[1:]."""
+    logp = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)  # [T - 1, V]
+    return logp.gather(-1, torch.tensor(ids[1:])[:, None]).squeeze(-1)
+
+
+def test_a_publish_reaches_every_weight(seen):
+    for which in (0, 1):
+        expected = score(seen["models"][which], list(range(3, 40)))
+        assert (torch.tensor(seen[f"probe_{which}"]) - expected).abs().max() < 1e-4
+
+
+def test_identical_weights_in_the_middle_change_nothing(seen):
+    for whole, cut in zip(seen["greedy"], seen["greedy_cut"], strict=True):
+        assert whole["ids"] == cut["ids"]
+    assert any(set(turn["versions"]) == {1, 2} for turn in seen["greedy_cut"])
+
+
+def test_tokens_before_and_after_an_update_match_the_old_and_the_new_weights(seen):
+    spanning = [turn for turn in seen["spanning"] if set(turn["versions"]) == {2, 3}]
+    assert len(spanning) >= 4
+    for turn in spanning:
+        first = len(turn["prompt"]) - 1
+        scores = [score(m, turn["prompt"] + turn["ids"])[first:] for m in seen["models"]]
+        recorded, new = torch.tensor(turn["logprobs"]), torch.tensor(turn["versions"]) == 3
+        assert new.sum() > 5 and (~new).sum() > 5
+        expected = torch.where(new, scores[1], scores[0])
+        assert (recorded - expected).abs().max() < 1e-4
+        assert (recorded - scores[0])[new].abs().max() > 1e-2  # the models do differ
+
+
+def test_restart_makes_the_whole_turn_again_under_the_new_weights(seen):
+    for turn in seen["restarted"]:
+        assert len(set(turn["versions"])) == 1
+    assert any(set(turn["versions"]) == {5} for turn in seen["restarted"])
+
+
+def test_a_cancelled_turn_leaves_nothing_in_the_engine(seen):
+    assert seen["after_abort"] == [0, False]

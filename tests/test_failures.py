@@ -1,0 +1,160 @@
+"""What goes wrong ends the run soon, says why in one line, and leaves no process behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+class Cli:
+    """`python train.py` in a process of its own, as a user has it."""
+
+    def __init__(self, tmp: Path, *flags: str, script: str = "train.py"):
+        self.out, self.run_dir = tmp / "out.txt", tmp / "run"
+        command = [sys.executable, script, *flags, "--eval_every", "0", "--steps", "5000"]
+        command += ["--batch_size", "2", "--group_size", "2", "--max_model_len", "128"]
+        command += ["--learning_rate", "3e-4", "--run_dir", str(self.run_dir)]
+        self.process = subprocess.Popen(
+            command, cwd=HERE.parent, stdout=self.out.open("w"), stderr=subprocess.STDOUT,
+            start_new_session=True, env=os.environ | {"PYTHONPATH": str(HERE.parent)},
+        )  # fmt: skip
+
+    def wait_for_step(self, timeout: float = 120) -> None:
+        deadline = time.monotonic() + timeout
+        metrics = self.run_dir / "metrics.jsonl"
+        while not (metrics.exists() and '"step"' in metrics.read_text()):
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.2)
+
+    def ends(self, timeout: float = 60) -> int:
+        """Exit code; the run and all that it started must be gone by `timeout` seconds from now."""
+        started = self.family()
+        code = self.process.wait(timeout)
+        time.sleep(0.5)
+        left = [pid for pid in started if Path(f"/proc/{pid}").exists()]
+        assert not left, [Path(f"/proc/{pid}/cmdline").read_text() for pid in left]
+        return code
+
+    def family(self) -> list[int]:
+        """The run's process and all that descend from it."""
+        parents = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")")[-1].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it ended while we looked
+        family = [self.process.pid]
+        for pid in family:
+            family += [child for child, parent in parents.items() if parent == pid]
+        return family
+
+    def worker(self) -> int:
+        """The rollout process: the one child in a process group of its own."""
+        return next(
+            pid for pid in self.family()[1:] if os.getpgid(pid) == pid and pid != self.process.pid
+        )
+
+    def text(self) -> str:
+        return self.out.read_text()
+
+    def last_line(self) -> str:
+        return self.text().strip().splitlines()[-1]
+
+
+@pytest.fixture
+def start(tmp_path, tiny, tasks):
+    """Start a run on a task; it is killed at the end of the test, whatever happens."""
+    started = []
+
+    def starting(task: str, *flags: str, **kwargs) -> Cli:
+        run = Cli(tmp_path, "--model", tiny, "--env", f"{tasks}:{task}", *flags, **kwargs)
+        started.append(run)
+        return run
+
+    yield starting
+    for run in started:
+        for pid in run.family():
+            os.kill(pid, signal.SIGKILL)
+        run.process.wait()
+
+
+def test_a_killed_worker_ends_the_run(start):
+    run = start("Odd")
+    run.wait_for_step()
+    os.kill(run.worker(), signal.SIGKILL)
+    assert run.ends() == 1
+    assert run.last_line() == "train.py: rollout process 0 died (killed by SIGKILL)"
+
+
+def test_a_worker_that_never_answers_ends_the_run(start):
+    run = start("Odd", "--worker_timeout", "8")
+    run.wait_for_step()
+    os.kill(run.worker(), signal.SIGSTOP)
+    assert run.ends() == 1
+    assert "rollout process 0 has not answered for 8 s" in run.last_line()
+
+
+def test_a_reward_that_always_raises_ends_the_run_with_its_traceback(start):
+    run = start("Broken")
+    assert run.ends(120) == 1  # start-up included
+    assert "groups failed" in run.last_line() and "no gold answer" in run.last_line()
+    assert "Traceback" in run.text() and "in reward" in run.text()
+
+
+def test_a_reward_that_hangs_ends_the_run(start):
+    run = start("Hanging", "--env_timeout", "2")
+    assert run.ends(120) == 1
+    assert "the reward took longer than 2 s" in run.last_line()
+
+
+def test_ctrl_c_ends_the_run_with_code_130(start):
+    run = start("Odd", "--rollout_workers", "2")
+    run.wait_for_step()
+    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal sends it, to the whole group
+    assert run.ends(20) == 130
+    assert run.last_line().startswith("train.py: interrupted")
+
+
+def test_a_killed_trainer_takes_its_workers_along(start):
+    run = start("Odd")
+    run.wait_for_step()
+    run.process.kill()
+    assert run.ends(10) == -signal.SIGKILL
+
+
+BREAK_ONE_TENSOR = '''
+import sys
+import train, trainer
+
+send = trainer.Publisher.send
+def corrupted(self):
+    """The publish of version 2 sends one bias that is not the trainer's."""
+    self.sends = getattr(self, "sends", -1) + 1
+    if self.sends == 2:
+        bias = dict(self.trainer.policy.model.named_parameters())[
+            "model.layers.1.self_attn.v_proj.bias"
+        ]
+        bias.data += 0.1
+        send(self)
+        bias.data -= 0.1
+    else:
+        send(self)
+trainer.Publisher.send = corrupted
+if __name__ == "__main__":
+    sys.exit(train.main())
+'''
+
+
+def test_one_wrong_tensor_in_a_publish_ends_the_run(start, tmp_path):
+    script = tmp_path / "break_one_tensor.py"
+    script.write_text(BREAK_ONE_TENSOR)
+    run = start("Odd", script=str(script))
+    assert run.ends(120) == 1
+    assert "trainer and engine disagree after the publish of version 2" in run.last_line()

@@ -1,0 +1,187 @@
+"""The training loops on real vLLM: what a run promises, read off the files that it wrote."""
+
+import json
+import math
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from conftest import rows_of
+from safetensors.torch import load_file
+
+CLOCK = ("t_", "wall_s")  # keys that differ between identical runs
+
+
+def same(row: dict) -> dict:
+    """What two identical runs have in common: all but clocks and what is derived from them."""
+    loose = {"trainer_idle", "rollout_idle", "tokens_made"}
+    return {k: v for k, v in row.items() if not k.startswith(CLOCK) and k not in loose}
+
+
+def weights_of(run) -> dict:
+    return load_file(run.log.dir / f"checkpoint-{run.version}" / "model.safetensors")
+
+
+def record_batches(run) -> list:
+    """Let a run keep every batch that it trains on."""
+    batches, step = [], run.trainer.step
+
+    def recording(samples):
+        batches.append(samples)
+        return step(samples)
+
+    run.trainer.step = recording
+    return batches
+
+
+def slow_down(run, seconds: float) -> None:
+    """Make training the bottleneck, so that generation gets as far ahead as it may."""
+    step = run.trainer.step
+
+    def slow(samples):
+        time.sleep(seconds)
+        return step(samples)
+
+    run.trainer.step = slow
+
+
+def test_async_at_alpha_0_is_sync_bit_for_bit(worker):
+    batches = []
+    runs = [
+        worker.train(
+            *flags, steps=10, eval_every=5, eval_prompts=16,
+            prepare=lambda run: batches.append(record_batches(run)),
+        )
+        for flags in (["--mode", "sync"], ["--mode", "async", "--alpha", "0"])
+    ]  # fmt: skip
+    sync, asynchronous = (rows_of(run) for run in runs)
+    assert [same(row) for row in sync] == [same(row) for row in asynchronous]
+    for one, other in zip(*batches, strict=True):
+        assert [s.task for s in one] == [s.task for s in other]
+        for a, b in zip(one, other, strict=True):
+            assert np.array_equal(a.ids, b.ids) and np.array_equal(a.logprobs, b.logprobs)
+    first, second = (weights_of(run) for run in runs)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("alpha", [0, 0.5, 1, 2, 4])
+def test_staleness_never_passes_alpha_and_reaches_it_when_training_is_slow(worker, alpha):
+    run = worker.train("--alpha", str(alpha), steps=8, prepare=lambda run: slow_down(run, 0.4))
+    stale = [row["staleness_max"] for row in rows_of(run)]
+    assert max(stale) <= math.ceil(alpha)
+    if alpha in (1, 2):
+        assert stale[-1] == alpha and stale[-2] == alpha
+
+
+def test_every_prompt_is_trained_on_exactly_once_in_admission_order(worker):
+    batches = []
+    run = worker.train(
+        "--alpha", "2", steps=6, prepare=lambda run: batches.extend([record_batches(run)])
+    )
+    tasks = [s.task for batch in batches[0] for s in batch]
+    assert [(t.group, t.sample) for t in tasks] == [(g, i) for g in range(24) for i in range(4)]
+    assert len({t.prompt for t in tasks}) == 24 and len({t.seed for t in tasks}) == 96
+    assert [row["samples"] for row in rows_of(run)] == [16] * 6
+
+
+def test_trainer_and_engine_agree_at_each_of_50_publishes(worker):
+    run = worker.train("--alpha", "1", steps=50, batch_size=2)
+    mismatches = list(run.rollouts.mismatches.values())
+    assert len(mismatches) == 51  # version 0 too
+    assert max(mean for _, mean in mismatches) < 1e-5
+    assert max(worst for worst, _ in mismatches) < 1e-3
+    stale = [row["ratio_mean"] != 1 for row in rows_of(run)]
+    assert sum(stale) > 25  # the weights did change (not by every batch: some have equal rewards)
+
+
+def test_on_policy_ratios_are_1(worker):
+    """Trainer and engine compute the same log-probabilities, also at a temperature other than 1."""
+    for temperature in ("1.0", "0.7"):
+        run = worker.train("--mode", "sync", "--temperature", temperature, steps=3)
+        for row in rows_of(run):
+            assert abs(row["ratio_mean"] - 1) < 1e-4 and row["clip_frac"] == 0
+
+
+def test_resume_goes_on_as_if_nothing_had_happened(worker):
+    whole = worker.train("--mode", "sync", steps=6)
+    half = worker.train("--mode", "sync", steps=3)
+    (half.log.dir / "metrics.jsonl").open("a").write('{"step": 4, "version": 3}\n{"cut o')
+    resumed = worker.train("--resume", str(half.log.dir), steps=6, run_dir=half.log.dir)
+    assert [same(row) for row in rows_of(resumed)] == [same(row) for row in rows_of(whole)]
+    first, second = weights_of(whole), weights_of(resumed)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_resume_in_async_mode_loses_no_prompt_and_keeps_the_bound(worker):
+    half = worker.train("--alpha", "2", steps=5, save_every=3, batch_size=2)
+    for path in (half.log.dir / "checkpoint-5").iterdir():
+        path.unlink()  # as if killed after step 3's checkpoint
+    run = worker.train("--resume", str(half.log.dir), steps=6, run_dir=half.log.dir)
+    rows = rows_of(run)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    prompts = [prompt for row in rows for prompt in row["prompt_ids"]]
+    assert len(set(prompts)) == 12
+    assert max(row["staleness_max"] for row in rows) <= 2
+
+
+# -- data that has nothing to teach --------------------------------------------------------------
+
+
+def test_equal_rewards_change_nothing(worker, tasks):
+    run = worker.train("--mode", "sync", env=f"{tasks}:Hopeless", steps=2)
+    for row in rows_of(run):
+        assert row["loss"] == 0 and row["grad_norm"] == 0 and row["reward_mean"] == 0
+    before, after = load_file(f"{worker.model}/model.safetensors"), weights_of(run)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_responses_of_one_token_all_truncated_train_without_fault(worker):
+    run = worker.train("--max_tokens", "1", "--alpha", "1", steps=3)
+    for row in rows_of(run):
+        assert row["tokens"] == row["samples"] == 16 and math.isfinite(row["loss"])
+        assert row["truncated"] > 0.9  # unless that token is EOS
+
+
+def test_a_data_set_shorter_than_a_batch_rolls_over(worker, tasks):
+    run = worker.train("--alpha", "1", env=f"{tasks}:Short", steps=3, eval_every=3)
+    prompts = [prompt for row in rows_of(run) for prompt in row["prompt_ids"]]
+    assert Counter(prompts) == {0: 4, 1: 4, 2: 4}
+    assert all(sorted(prompts[i : i + 3]) == [0, 1, 2] for i in range(0, 12, 3))
+
+
+def test_a_reward_that_raises_now_and_then_costs_groups_and_is_counted(worker, tasks):
+    batches = []
+    run = worker.train(
+        "--alpha", "1", env=f"{tasks}:Flaky", steps=4,
+        prepare=lambda run: batches.extend([record_batches(run)]),
+    )  # fmt: skip
+    dropped = run.rollouts.buffer.dropped
+    assert dropped and set(dropped.values()) == {"failed"}
+    assert rows_of(run)[-1]["dropped_failed"] <= len(dropped)
+    trained = [s.task.group for batch in batches[0] for s in batch[::4]]
+    assert len(trained) == 16 and trained == sorted(set(trained))  # replaced by the next prompts
+    assert not set(trained) & set(dropped)
+    assert set(trained) | set(dropped) >= set(range(max(trained)))
+
+
+def test_a_run_writes_what_the_readme_says(worker):
+    run = worker.train("--alpha", "1", steps=2, eval_every=1, eval_prompts=8)
+    run.log.summary()
+    files = {path.name for path in run.log.dir.iterdir()}
+    assert files == {"config.json", "metrics.jsonl", "samples.jsonl", "reward.png", "checkpoint-2"}
+    keys = (
+        "step version wall_s reward_mean solve_rate loss grad_norm entropy ratio_mean ratio_max "
+        "clip_frac mismatch_max mismatch_mean staleness_mean staleness_max tokens samples "
+        "dropped_filtered dropped_stale dropped_failed dropped_redundant t_wait t_train t_publish "
+        "trainer_idle rollout_idle prompt_ids"
+    ).split()
+    assert all(set(keys) <= set(row) for row in rows_of(run))
+    lines = (run.log.dir / "metrics.jsonl").read_text().splitlines()
+    evals = [row for row in map(json.loads, lines) if "eval/solve_rate" in row]
+    assert [row["version"] for row in evals] == [0, 1, 2]
+    sample = json.loads((run.log.dir / "samples.jsonl").read_text().splitlines()[0])
+    assert sample["prompt"] and set(sample["versions"]) == {0}
+    config = json.loads((run.log.dir / "config.json").read_text())
+    assert config["alpha"] == 1 and config["steps"] == 2
