@@ -110,13 +110,11 @@ class ProbeScheduler(Scheduler):
             self._held, self.waiting = self.waiting, create_request_queue(self.policy)
         super().add_request(request)
 
-    def has_requests(self) -> bool:
-        return bool(self._held) or super().has_requests()
-
-    def schedule(self, *args, **kwargs):
-        if self._held is not None and not self.running and not self.waiting:
+    def update_from_output(self, *args, **kwargs):
+        outputs = super().update_from_output(*args, **kwargs)
+        if self._held is not None and not self.running:  # the probe, of one token, has finished
             self.waiting, self._held = self._held, None
-        return super().schedule(*args, **kwargs)
+        return outputs
 
 
 class Rank:

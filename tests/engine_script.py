@@ -92,6 +92,22 @@ class Driver:
         ]
 
 
+async def two_updates(driver: Driver) -> int:
+    """Two publishes with a new turn in between and no decoding: how many of 3 turns end."""
+    turns = [asyncio.create_task(driver.engine.generate([1, 9, i], 20, seed=i)) for i in (7, 8)]
+    await asyncio.sleep(0)
+    for _ in range(3):
+        driver.engine.step()
+    driver.load(0, 6)
+    turns.append(asyncio.create_task(driver.engine.generate([1, 9, 9], 20, seed=9)))
+    await asyncio.sleep(0)
+    driver.load(1, 7)
+    for _ in range(40):
+        driver.engine.step()
+        await asyncio.sleep(0)
+    return sum(turn.done() for turn in turns)
+
+
 PROBE = list(range(3, 40))
 
 
@@ -110,6 +126,7 @@ async def main() -> dict:
     driver.engine.step()
     turn.cancel()
     await asyncio.gather(turn, return_exceptions=True)
+    seen["two_updates"] = await two_updates(driver)
     seen["after_abort"] = [len(driver.engine.turns), driver.engine.llm.has_unfinished_requests()]
     return seen
 

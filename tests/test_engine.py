@@ -84,5 +84,9 @@ def test_restart_makes_the_whole_turn_again_under_the_new_weights(seen):
     assert any(set(turn["versions"]) == {5} for turn in seen["restarted"])
 
 
+def test_no_turn_is_lost_between_two_updates_in_a_row(seen):
+    assert seen["two_updates"] == 3
+
+
 def test_a_cancelled_turn_leaves_nothing_in_the_engine(seen):
     assert seen["after_abort"] == [0, False]
