@@ -93,13 +93,13 @@ def kl_penalty(logp: Tensor, reference: Tensor) -> Tensor:
 # -- aggregation ---------------------------------------------------------------------------------
 
 
-def token_weights(lengths: Tensor, total_tokens: int) -> Tensor:
+def token_weights(count: int, total_tokens: float) -> Tensor:
     """Token-mean: every token counts 1 / (tokens of the whole batch, over all ranks).
 
     The denominator is global, so the loss is the same however the batch is cut into micro-batches
-    or spread over ranks. lengths [N]: trained tokens of each sample here; returns [sum(lengths)].
+    or spread over ranks. Returns [count], for the trained tokens here.
     """
-    return torch.full((int(lengths.sum()),), 1.0 / max(total_tokens, 1))
+    return torch.full((count,), 1.0 / max(total_tokens, 1.0))
 
 
 # -- log-probabilities ---------------------------------------------------------------------------

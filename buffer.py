@@ -36,7 +36,7 @@ import numpy as np
 
 @dataclass
 class BufferConfig:
-    batch_size: int = field(default=16, metadata={"help": "groups (prompts) a training batch"})
+    batch_size: int = field(default=32, metadata={"help": "groups (prompts) a training batch"})
     group_size: int = field(default=8, metadata={"help": "samples a group, all of one prompt"})
     alpha: float = field(
         default=1.0,

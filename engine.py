@@ -216,7 +216,7 @@ class Engine:
         """One prefill or decode step of all running sequences."""
         for output in self.llm.step():
             turn, new = self.turns.get(output.request_id), output.outputs[0]
-            if turn is None:
+            if turn is None or turn.done.done():  # the probe's, or cancelled a moment ago
                 continue
             for token, position in zip(new.token_ids, new.logprobs, strict=True):
                 turn.ids.append(token)

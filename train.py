@@ -54,12 +54,12 @@ class RunConfig:
             "on a GPU Qwen/Qwen2.5-0.5B-Instruct"
         },
     )
-    steps: int = field(default=100, metadata={"help": "train steps, one batch each"})
+    steps: int = field(default=150, metadata={"help": "train steps, one batch each"})
     max_model_len: int = field(
         default=0, metadata={"help": "tokens of a whole sample; 0: the model's preset"}
     )
     eval_every: int = field(
-        default=25, metadata={"help": "versions between evaluations; 0: no evaluation at all"}
+        default=50, metadata={"help": "versions between evaluations; 0: no evaluation at all"}
     )
     eval_prompts: int = field(default=512, metadata={"help": "held-out prompts an evaluation"})
     save_every: int = field(
@@ -139,7 +139,7 @@ class Run:
             resolve_model(config.model, self.task, env.env)  # makes it, if it has to be made
         cell.barrier()
         base = resolve_model(config.model, self.task, env.env)
-        state, resumed_from = load_checkpoint(config.resume, cell.nodes)
+        state, resumed_from = load_checkpoint(config.resume, cell.nodes, buffer)
         preset = PRESETS.get(config.model, PRESETS["default"])
         self.dtype = preset.dtype if cell.device.type == "cuda" else "float32"
         trainer.learning_rate = trainer.learning_rate or preset.learning_rate
@@ -287,7 +287,8 @@ class Run:
         mine = buffer and (buffer.cursor(), buffer.dropped_before(buffer.cursor()))
         cells = self.cell.gather_cells(mine)
         directory = self.cell.from_rank_zero(self.log and str(self.log.dir))
-        progress = {"version": self.version, "wall": self.wall, "cells": cells}
+        batch = self.buffer.batch_size, self.buffer.group_size
+        progress = {"version": self.version, "wall": self.wall, "cells": cells, "batch": batch}
         path = Path(directory) / f"checkpoint-{self.version}"
         self.trainer.save(path, self.tokenizer, progress)
 
@@ -337,7 +338,7 @@ def check_prompts(run: Run) -> None:
             )
 
 
-def load_checkpoint(directory: str, cells: int) -> tuple[dict, str]:
+def load_checkpoint(directory: str, cells: int, buffer: BufferConfig) -> tuple[dict, str]:
     """State and path of the last checkpoint in a run directory; ({}, "") without one to resume."""
     if not directory:
         return {}, ""
@@ -348,6 +349,10 @@ def load_checkpoint(directory: str, cells: int) -> tuple[dict, str]:
     state = torch.load(path / STATE_FILE, weights_only=False, map_location="cpu")
     if len(state["cells"]) != cells:
         raise ValueError(f"{path} is of a run on {len(state['cells'])} nodes, not on {cells}")
+    if state["batch"] != (buffer.batch_size, buffer.group_size):
+        raise ValueError(
+            f"{path} is of a run with batches of {state['batch'][0]} x {state['batch'][1]}"
+        )
     return state, str(path)
 
 
@@ -392,7 +397,7 @@ def main(argv: list[str] | None = None) -> int:
     configs = parse(sys.argv[1:] if argv is None else argv)
     transformers.utils.logging.disable_progress_bar()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # torchrun ends its ranks with it
-    run = None
+    run, code, message = None, 0, ""
     try:
         run = Run(*configs)
         run.start()
@@ -400,22 +405,21 @@ def main(argv: list[str] | None = None) -> int:
         loop(run)
         if run.log:
             run.log.summary()
-        return 0
     except ValueError as error:
         if run is not None:
             raise  # not bad input, which the constructor finds, but a bug: show where
-        print(f"train.py: {error}", file=sys.stderr)
-        return 2
+        code, message = 2, str(error)
     except (RolloutError, NonFiniteError) as error:
-        details = getattr(error, "details", "")
-        print(f"{details}\ntrain.py: {error}", file=sys.stderr)
-        return 1
+        code, message = 1, str(error)
+        print(getattr(error, "details", ""), file=sys.stderr)
     except KeyboardInterrupt:
-        print("train.py: interrupted", file=sys.stderr)
-        return 130
+        code, message = 130, "interrupted"
     finally:
         if run is not None:
             run.close()
+    if message:  # after everything that closing may print: the last line says what happened
+        print(f"train.py: {message}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

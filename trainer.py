@@ -9,6 +9,7 @@ import math
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +29,7 @@ from transformers import AutoModelForCausalLM
 
 import algos
 from buffer import Sample
+from packing import Packed, cut_micro_batches, pack, row_length, share_prompts
 from rollout import (
     RolloutConfig,
     Rollouts,
@@ -146,16 +148,17 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, ids: Tensor, mask: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """ids [N, L] padded on the right, mask [N, L] true on trained tokens, never on the first.
-        Returns log-probability and entropy of those tokens, [T] in row-major order."""
-        # No attention mask: padding is on the right, where causal attention never looks.
-        hidden = self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # [N,L,D]
-        predicts = mask[:, 1:]  # position t - 1 predicts token t
+    def forward(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of the T trained tokens, each [T]."""
+        # Without a mask attention is causal, and padding on the right is never looked at.
+        hidden = self.model.base_model(
+            input_ids=packed.ids,
+            position_ids=packed.positions,
+            attention_mask=packed.attention,
+            use_cache=False,
+        ).last_hidden_state.flatten(0, 1)  # [N * L, D]
         head = self.model.get_output_embeddings()
-        return algos.token_logprobs(
-            hidden[:, :-1][predicts], head, ids[:, 1:][predicts], temperature
-        )
+        return algos.token_logprobs(hidden[packed.predictors], head, packed.targets, temperature)
 
 
 class Trainer:
@@ -198,43 +201,42 @@ class Trainer:
             fully_shard(policy, mp_policy=mixed)
         return policy
 
-    def logprobs(self, policy: Policy, ids: Tensor, mask: Tensor, temperature: float | None = None):
-        return policy(ids, mask, temperature or self.temperature)
-
     def step(self, samples: list[Sample]) -> dict[str, float]:
         """One optimiser step on this node's part of the batch (all of it goes to every rank of the
         node, each takes its share). Returns metrics of the whole batch."""
-        cell, device = self.cell, self.cell.device
         rewards = torch.tensor([s.reward for s in samples]).view(-1, self.group_size)  # [G, n]
         advantages = algos.ADVANTAGES[self.algo.advantage](rewards).flatten()  # [G * n]
-        lengths = torch.tensor([int(s.mask.sum()) for s in samples])
-        total = cell.sum(float(lengths.sum())) / cell.local_world  # trained tokens of all nodes
-        by_length = sorted(range(len(samples)), key=lambda i: len(samples[i].ids))
-        mine = by_length[cell.local_rank :: cell.local_world]
-        pieces = cut_micro_batches([len(samples[i].ids) for i in mine], self.config.micro_tokens)
-        # FSDP's collectives need as many forward passes on every rank: short ranks repeat their
-        # first piece, counting nothing.
-        spare = int(cell.max(len(pieces))) - len(pieces)
-        seen: list[dict[str, Tensor]] = []
-        for number, piece in enumerate(pieces + pieces[:1] * spare):
-            rows = [samples[mine[i]] for i in piece]
-            where = torch.tensor([mine[i] for i in piece])
-            ids, mask, behaviour = (x.to(device) for x in pad_samples(rows))
-            weight = algos.token_weights(lengths[where], total).to(device)  # [T]
-            weight *= number < len(pieces)
-            advantage = advantages[where].repeat_interleave(lengths[where]).to(device)  # [T]
-            logp, entropy = self.logprobs(self.policy, ids, mask)  # [T]
-            loss, stats = algos.LOSSES[self.algo.loss](logp, behaviour, advantage, self.algo)
+        tokens = float(sum(int(s.mask.sum()) for s in samples))
+        total = self.cell.sum(tokens) / self.cell.local_world  # trained tokens of all nodes
+        seen = []
+        for packed, counts in self._pieces(samples):
+            advantage = advantages.to(packed.sample.device)[packed.sample]  # [T]
+            weight = counts * algos.token_weights(len(packed.targets), total).to(advantage)  # [T]
+            logp, entropy = self.policy(packed, self.temperature)  # [T]
+            loss, stats = algos.LOSSES[self.algo.loss](logp, packed.behaviour, advantage, self.algo)
             if self.reference is not None:
                 with torch.no_grad():
-                    reference, _ = self.logprobs(self.reference, ids, mask)
+                    reference, _ = self.reference(packed, self.temperature)
                 loss = loss + self.algo.kl_coef * algos.kl_penalty(logp, reference)
-            objective = (loss * weight).sum()
             # FSDP averages gradients over ranks; the weights already carry the global denominator.
-            (objective * cell.world).backward()
-            stats |= {"loss": loss.detach(), "entropy": entropy}
-            seen.append({"weight": weight, **stats})
+            ((loss * weight).sum() * self.cell.world).backward()
+            seen.append(stats | {"weight": weight, "loss": loss.detach(), "entropy": entropy})
         return self._update(seen, samples)
+
+    def _pieces(self, samples: list[Sample]) -> Iterator[tuple[Packed, bool]]:
+        """This rank's share of the samples in micro-batches, and whether each one counts: FSDP's
+        collectives need as many forward passes on every rank, so a rank with fewer repeats one."""
+        cell = self.cell
+        rows = share_prompts(samples)
+        rows.sort(key=lambda row: row_length(samples, row))
+        mine = rows[cell.local_rank :: cell.local_world] or rows[:1]
+        counts = len(rows) > cell.local_rank
+        lengths = [row_length(samples, row) for row in mine]
+        pieces = cut_micro_batches(lengths, self.config.micro_tokens)
+        spare = int(cell.max(len(pieces))) - len(pieces)
+        for number, piece in enumerate(pieces + pieces[:1] * spare):
+            packed = pack(samples, [mine[i] for i in piece])
+            yield packed.to(cell.device), counts and number < len(pieces)
 
     def _update(self, seen: list[dict[str, Tensor]], samples: list[Sample]) -> dict[str, float]:
         """Clip, check, step; and reduce the per-token statistics over pieces and ranks."""
@@ -261,9 +263,10 @@ class Trainer:
     @torch.no_grad()
     def score(self, ids: list[int]) -> np.ndarray:
         """Raw log-probabilities (T = 1) of ids[1:], for the probe. Called on every rank."""
-        row = torch.tensor([ids], device=self.cell.device)  # [1, L]
-        mask = torch.ones_like(row, dtype=torch.bool)
-        return self.logprobs(self.policy, row, mask, 1.0)[0].cpu().numpy()
+        row, count = torch.tensor([ids]), len(ids)  # [1, L]
+        positions = torch.arange(count)
+        packed = Packed(row, positions[None], None, positions[:-1], row[0, 1:], row, row)
+        return self.policy(packed.to(self.cell.device), 1.0)[0].cpu().numpy()
 
     def save(self, path: Path, tokenizer, progress: dict) -> None:
         """Write model and tokenizer in Hugging Face format, and what a resumed run needs. Every
@@ -302,35 +305,6 @@ class NonFiniteError(RuntimeError):
         of = ", ".join(at_fault[:8]) or "none (all their log-probabilities and rewards are finite)"
         super().__init__(f"loss {loss}, gradient norm {norm}; samples at fault: {of}")
         self.samples = samples
-
-
-def cut_micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Cut sorted rows into runs whose padded size stays within max_tokens (or one row).
-
-    >>> cut_micro_batches([2, 3, 3, 9], max_tokens=9)
-    [[0, 1, 2], [3]]
-    """
-    pieces: list[list[int]] = []
-    for i, length in enumerate(lengths):
-        if pieces and (len(pieces[-1]) + 1) * length <= max_tokens:
-            pieces[-1].append(i)
-        else:
-            pieces.append([i])
-    return pieces
-
-
-def pad_samples(samples: list[Sample]) -> tuple[Tensor, Tensor, Tensor]:
-    """Samples as ids [N, L] and mask [N, L], padded on the right, and the behaviour
-    log-probabilities of the masked tokens, flat: [T]. Padding is 0, whatever token that is: it is
-    never attended to and never in the mask."""
-    longest = max(len(s.ids) for s in samples)
-    ids = np.zeros((len(samples), longest), np.int64)
-    mask = np.zeros((len(samples), longest), bool)
-    for row, sample in enumerate(samples):
-        ids[row, : len(sample.ids)] = sample.ids
-        mask[row, : len(sample.ids)] = sample.mask
-    behaviour = np.concatenate([s.logprobs[s.mask] for s in samples])
-    return torch.from_numpy(ids), torch.from_numpy(mask), torch.from_numpy(behaviour)
 
 
 # -- weights to the rollout processes ------------------------------------------------------------

@@ -9,7 +9,6 @@ import train
 from envs import EnvConfig, make_task
 from models import resolve_model
 
-
 TASKS = '''
 from envs import Addition, Row, Task
 

@@ -1,4 +1,4 @@
-"""The engine under weight updates: which weights made which token, measured against transformers."""
+"""The engine under weight updates: which weights made which token, against transformers."""
 
 import json
 import os

@@ -1,5 +1,6 @@
 """What goes wrong ends the run soon, says why in one line, and leaves no process behind."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,6 +11,14 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+
+
+def state(pid: int) -> str:
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
+    return "zombie" if letter == "Z" else "alive"
 
 
 class Cli:
@@ -38,7 +47,7 @@ class Cli:
         started = self.family()
         code = self.process.wait(timeout)
         time.sleep(0.5)
-        left = [pid for pid in started if Path(f"/proc/{pid}").exists()]
+        left = [pid for pid in started if state(pid) not in ("gone", "zombie")]
         assert not left, [Path(f"/proc/{pid}/cmdline").read_text() for pid in left]
         return code
 
@@ -81,7 +90,8 @@ def start(tmp_path, tiny, tasks):
     yield starting
     for run in started:
         for pid in run.family():
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         run.process.wait()
 
 

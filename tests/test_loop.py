@@ -118,7 +118,9 @@ def test_resume_in_async_mode_loses_no_prompt_and_keeps_the_bound(worker):
     half = worker.train("--alpha", "2", steps=5, save_every=3, batch_size=2)
     for path in (half.log.dir / "checkpoint-5").iterdir():
         path.unlink()  # as if killed after step 3's checkpoint
-    run = worker.train("--resume", str(half.log.dir), steps=6, run_dir=half.log.dir)
+    with pytest.raises(ValueError, match="batches of 2 x 4"):
+        worker.train("--resume", str(half.log.dir), steps=6, batch_size=3)
+    run = worker.train("--resume", str(half.log.dir), steps=6, batch_size=2, run_dir=half.log.dir)
     rows = rows_of(run)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     prompts = [prompt for row in rows for prompt in row["prompt_ids"]]
@@ -176,8 +178,8 @@ def test_a_run_writes_what_the_readme_says(worker):
         "clip_frac mismatch_max mismatch_mean staleness_mean staleness_max tokens samples "
         "dropped_filtered dropped_stale dropped_failed dropped_redundant t_wait t_train t_publish "
         "trainer_idle rollout_idle prompt_ids"
-    ).split()
-    assert all(set(keys) <= set(row) for row in rows_of(run))
+    )
+    assert all(set(keys.split()) <= set(row) for row in rows_of(run))
     lines = (run.log.dir / "metrics.jsonl").read_text().splitlines()
     evals = [row for row in map(json.loads, lines) if "eval/solve_rate" in row]
     assert [row["version"] for row in evals] == [0, 1, 2]

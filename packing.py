@@ -1,0 +1,123 @@
+"""From samples to the rows of a forward pass.
+
+The n samples of a group have one prompt. *Shared-prompt packing* puts them into one row, the prompt
+once, and lets no response see another:
+
+    row        p0 p1 p2 | a0 a1 a2 | b0 b1           prompt, response a, response b
+    segment     0  0  0 |  1  1  1 |  2  2           a token attends earlier tokens of
+    position    0  1  2 |  3  4  5 |  3  4           segment 0 and of its own
+
+Log-probabilities are those of the plain form, a row a sample, up to rounding. With short responses
+most tokens of the plain form are copies of prompts: addition trains three times faster this way.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from buffer import Sample
+
+PACK_LIMIT = 1024  # tokens; the mask of a packed row is quadratic, so long ones stay plain
+
+
+class Packed(NamedTuple):
+    """N rows padded to L, and the T tokens in them that are trained on, in the order of rows."""
+
+    ids: Tensor  # [N, L]
+    positions: Tensor  # [N, L]
+    attention: Tensor | None  # bool [N, 1, L, L], true where row attends column; None is causal
+    predictors: Tensor  # [T] index into N * L of the position that predicts the token
+    targets: Tensor  # [T]
+    behaviour: Tensor  # [T] log-probability that the engine recorded
+    sample: Tensor  # [T] which sample the token belongs to
+
+    def to(self, device) -> "Packed":
+        return Packed(*(None if part is None else part.to(device) for part in self))
+
+
+def share_prompts(samples: list[Sample], limit: int = PACK_LIMIT) -> list[list[int]]:
+    """Which samples go into one row: those of a group whose prompt is the same, in pieces that stay
+    within `limit` tokens. Returns rows of indices; with limit 0 every sample has its own row."""
+    rows: list[list[int]] = []
+    used = 0
+    for i, sample in enumerate(samples):
+        prompt, first = prompt_of(sample), samples[rows[-1][0]] if rows else None
+        tail = len(sample.ids) - len(prompt)
+        if (
+            first is not None
+            and first.task.group == sample.task.group
+            and used + tail <= limit
+            and np.array_equal(prompt_of(first), prompt)
+        ):
+            rows[-1].append(i)
+            used += tail
+        else:
+            rows.append([i])
+            used = len(sample.ids)
+    return rows
+
+
+def prompt_of(sample: Sample) -> np.ndarray:
+    """The ids before the first sampled token (all of them, if nothing was sampled)."""
+    return sample.ids[: int(sample.mask.argmax())] if sample.mask.any() else sample.ids
+
+
+def row_length(samples: list[Sample], row: list[int]) -> int:
+    prompt = len(prompt_of(samples[row[0]]))
+    return prompt + sum(len(samples[i].ids) - prompt for i in row)
+
+
+def cut_micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """Cut sorted rows into runs whose padded size stays within max_tokens (or one row).
+
+    >>> cut_micro_batches([2, 3, 3, 9], max_tokens=9)
+    [[0, 1, 2], [3]]
+    """
+    pieces: list[list[int]] = []
+    for i, length in enumerate(lengths):
+        if pieces and (len(pieces[-1]) + 1) * length <= max_tokens:
+            pieces[-1].append(i)
+        else:
+            pieces.append([i])
+    return pieces
+
+
+def pack(samples: list[Sample], rows: list[list[int]]) -> Packed:
+    """Lay out the rows. Padding is on the right, of whatever token 0 is: it is in no segment, and
+    what is trained on is told by the samples' masks alone."""
+    n, longest = len(rows), max(row_length(samples, row) for row in rows)
+    ids, positions = np.zeros((n, longest), np.int64), np.zeros((n, longest), np.int64)
+    segments = np.full((n, longest), -1)
+    predictors, targets, behaviour, owner = [], [], [], []
+    for r, row in enumerate(rows):
+        p = len(prompt_of(samples[row[0]]))
+        ids[r, :p], positions[r, :p], segments[r, :p] = samples[row[0]].ids[:p], np.arange(p), 0
+        start = p
+        for segment, i in enumerate(row, 1):
+            tail, mask = samples[i].ids[p:], samples[i].mask[p:]
+            place = np.arange(start, start + len(tail))
+            ids[r, place], positions[r, place] = tail, np.arange(p, p + len(tail))
+            segments[r, place] = segment
+            before = np.concatenate([[p - 1], place])[:-1]  # the prompt's end predicts each first
+            predictors.append(r * longest + before[mask])
+            targets.append(tail[mask])
+            behaviour.append(samples[i].logprobs[p:][mask])
+            owner.append(np.full(int(mask.sum()), i))
+            start += len(tail)
+    attention = None
+    if any(len(row) > 1 for row in rows):
+        of, to = segments[:, None, :, None], segments[:, None, None, :]  # [N, 1, L, L]
+        attention = np.tril((to == 0) | (to == of))
+    flat = (np.concatenate(part) for part in (predictors, targets, behaviour, owner))
+    predictors, targets, behaviour, owner = map(torch.from_numpy, flat)
+    return Packed(
+        torch.from_numpy(ids),
+        torch.from_numpy(positions),
+        None if attention is None else torch.from_numpy(attention),
+        predictors,
+        targets.long(),
+        behaviour,
+        owner,
+    )
