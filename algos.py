@@ -122,7 +122,7 @@ def token_logprobs(
         logp = (head(h).float() / temperature).log_softmax(-1)  # [t, V]
         with torch.no_grad():
             entropy = -(logp.exp() * logp).sum(-1)  # [t]
-        return logp.gather(-1, y[:, None]).squeeze(-1), entropy
+        return logp.gather(-1, y[:, None]).sum(-1), entropy  # not a view: FSDP2 warns of those
 
     if len(targets) <= chunk:
         return piece(hidden, targets)

@@ -36,7 +36,9 @@ import numpy as np
 
 @dataclass
 class BufferConfig:
-    batch_size: int = field(default=32, metadata={"help": "groups (prompts) a training batch"})
+    batch_size: int = field(
+        default=0, metadata={"help": "groups (prompts) a training batch; 0: the model's preset"}
+    )
     group_size: int = field(default=8, metadata={"help": "samples a group, all of one prompt"})
     alpha: float = field(
         default=1.0,
@@ -44,7 +46,7 @@ class BufferConfig:
     )
 
     def __post_init__(self):
-        if self.batch_size < 1:
+        if self.batch_size < 0:
             raise ValueError(f"--batch_size must be at least 1 (got {self.batch_size})")
         if self.group_size < 1:
             raise ValueError(f"--group_size must be at least 1 (got {self.group_size})")

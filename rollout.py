@@ -426,6 +426,9 @@ def child_environment(devices: str | None, threads: int):
         VLLM_LOGGING_LEVEL=saved.get("VLLM_LOGGING_LEVEL", "ERROR"),
         VLLM_CPU_KVCACHE_SPACE=saved.get("VLLM_CPU_KVCACHE_SPACE", "1"),
         TOKENIZERS_PARALLELISM="false",
+        TQDM_DISABLE="1",  # the engine's own bars and warnings; errors do come through
+        PYTHONWARNINGS="ignore",
+        TORCH_CPP_LOG_LEVEL="ERROR",
     )
     try:
         yield

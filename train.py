@@ -61,7 +61,9 @@ class RunConfig:
     eval_every: int = field(
         default=50, metadata={"help": "versions between evaluations; 0: no evaluation at all"}
     )
-    eval_prompts: int = field(default=512, metadata={"help": "held-out prompts an evaluation"})
+    eval_prompts: int = field(
+        default=0, metadata={"help": "held-out prompts an evaluation; 0: the model's preset"}
+    )
     save_every: int = field(
         default=0, metadata={"help": "steps between checkpoints; 0: one, at the end"}
     )
@@ -83,10 +85,10 @@ class RunConfig:
     def __post_init__(self):
         if self.mode not in ("sync", "async"):
             raise ValueError(f"--mode is sync or async (got {self.mode})")
-        for name in ("steps", "eval_prompts", "batch_timeout"):
+        for name in ("steps", "batch_timeout"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name} must be above 0 (got {getattr(self, name)})")
-        for name in ("max_model_len", "eval_every", "save_every", "seed"):
+        for name in ("max_model_len", "eval_every", "eval_prompts", "save_every", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name} must be 0 or more (got {getattr(self, name)})")
 
@@ -132,6 +134,9 @@ class Run:
         self.config, self.rollout, self.buffer = config, rollout, buffer
         self.task = make_task(env, config.seed)
         check(config, buffer, algo)
+        preset = PRESETS.get(config.model, PRESETS["default"])
+        buffer.batch_size = buffer.batch_size or preset.batch_size
+        config.eval_prompts = config.eval_prompts or preset.eval_prompts
         self.cell = cell = Cell(rollout)
         if buffer.batch_size % cell.nodes:
             raise ValueError(f"--batch_size must divide by the number of nodes ({cell.nodes})")
@@ -140,7 +145,6 @@ class Run:
         cell.barrier()
         base = resolve_model(config.model, self.task, env.env)
         state, resumed_from = load_checkpoint(config.resume, cell.nodes, buffer)
-        preset = PRESETS.get(config.model, PRESETS["default"])
         self.dtype = preset.dtype if cell.device.type == "cuda" else "float32"
         trainer.learning_rate = trainer.learning_rate or preset.learning_rate
         self.tokenizer = AutoTokenizer.from_pretrained(base)

@@ -18,13 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 import algos
@@ -241,7 +236,7 @@ class Trainer:
     def _update(self, seen: list[dict[str, Tensor]], samples: list[Sample]) -> dict[str, float]:
         """Clip, check, step; and reduce the per-token statistics over pieces and ranks."""
         norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.grad_clip)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = whole(norm)
         tokens = {key: torch.cat([piece[key] for piece in seen]) for key in seen[0]}  # [T] each
         weight = tokens.pop("weight")
         mean = {key: self.cell.sum(float((value * weight).sum())) for key, value in tokens.items()}
@@ -271,26 +266,36 @@ class Trainer:
     def save(self, path: Path, tokenizer, progress: dict) -> None:
         """Write model and tokenizer in Hugging Face format, and what a resumed run needs. Every
         rank takes part (shards are gathered); rank 0 writes, to a temporary name first."""
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        optimizer = get_optimizer_state_dict(self.policy, self.optimizer, options=whole)
-        weights = {
-            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu()
-            for name, p in self.policy.model.named_parameters()
-        }
+        weights = {name: whole(p).cpu() for name, p in self.policy.model.named_parameters()}
+        moments = [
+            {name: whole(value).cpu() for name, value in self.optimizer.state[p].items()}
+            for p in self.policy.parameters()
+        ]
         if self.cell.rank == 0:
             temporary = path.with_name(f".{path.name}")
             self.policy.model.save_pretrained(temporary, state_dict=weights)
             tokenizer.save_pretrained(temporary)
-            state = {"optimizer": optimizer, "scheduler": self.scheduler.state_dict()}
+            state = {"moments": moments, "scheduler": self.scheduler.state_dict()}
             torch.save(state | {"rng": torch.get_rng_state()} | progress, temporary / STATE_FILE)
             temporary.rename(path)
 
     def restore(self, state: dict) -> None:
         """Put back what `save` wrote beside the model (which `model` already names)."""
-        whole = StateDictOptions(full_state_dict=True)
-        set_optimizer_state_dict(self.policy, self.optimizer, state["optimizer"], options=whole)
+        for p, moments in zip(self.policy.parameters(), state["moments"], strict=True):
+            self.optimizer.state[p] = {
+                name: distribute_tensor(value.to(p.device), p.device_mesh, p.placements)
+                if isinstance(p, DTensor) and value.shape == p.shape
+                else value.to(p.device if value.dim() else "cpu")
+                for name, value in moments.items()
+            }
         self.scheduler.load_state_dict(state["scheduler"])
         torch.set_rng_state(state["rng"])
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor that may be sharded, in one piece on every rank (a collective, if it is)."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class NonFiniteError(RuntimeError):
@@ -354,10 +359,9 @@ class Publisher:
         for bucket in cut_buckets(self.info["shapes"], dtype.itemsize, self.info["bucket_bytes"]):
             parts = []
             for i in bucket:
-                p = self.parameters[i].detach()
-                p = p.full_tensor() if isinstance(p, DTensor) else p
+                part = whole(self.parameters[i])
                 if cell.rank == 0:
-                    parts.append(p.to(dtype).flatten())
+                    parts.append(part.to(dtype).flatten())
             if self.group is not None:
                 flat = torch.cat(parts).to("cpu" if cell.wire == "gloo" else cell.device)
                 self.group.broadcast(flat, 0).wait()
