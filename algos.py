@@ -37,9 +37,9 @@ class AlgoConfig:
         if self.advantage not in ADVANTAGES:
             known = ", ".join(ADVANTAGES)
             raise ValueError(f"--advantage is one of {known} (got {self.advantage})")
-        if not 0 < self.clip_low < 1 or self.clip_high <= 0:
+        if not (0 < self.clip_low < 1 and self.clip_high > 0):  # also true of NaN
             raise ValueError("--clip_low lies between 0 and 1, --clip_high above 0")
-        if self.kl_coef < 0:
+        if not self.kl_coef >= 0:
             raise ValueError(f"--kl_coef must be 0 or more (got {self.kl_coef})")
 
 
@@ -57,7 +57,7 @@ def grpo_advantage(rewards: Tensor) -> Tensor:
     centred = rewards - rewards.mean(1, keepdim=True)
     scaled = centred / (rewards.std(1, keepdim=True) + 1e-6)
     spread = rewards.amax(1, keepdim=True) - rewards.amin(1, keepdim=True)
-    return torch.where(spread > 1e-8, scaled, 0.0).float()
+    return torch.where(spread <= 1e-8, 0.0, scaled).float()  # NaN stays NaN
 
 
 ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {"grpo": grpo_advantage}

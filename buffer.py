@@ -82,10 +82,9 @@ class Sample:
     reward: float
     truncated: bool = False  # ended by a limit on tokens or turns, not by itself
 
-    @property
-    def oldest_version(self) -> int:
-        """Lowest version of any sampled token (staleness counts from it)."""
-        return int(self.versions[self.mask].min())
+    def staleness(self, version: int) -> int:
+        """`version` less the lowest version of any sampled token; 0 if there is none."""
+        return version - int(self.versions[self.mask].min(initial=version))
 
 
 @dataclass(slots=True, eq=False)
@@ -186,7 +185,7 @@ class SampleBuffer:
 
     def too_many_failed(self) -> bool:
         """More than four groups failed, and more than half of all that ended: not bad luck."""
-        failed = self.count_dropped("failed")
+        failed = sum(why == "failed" for i, why in self.dropped.items() if i >= self.first_index)
         return failed > 4 and 2 * failed > self.next_index - self.first_index - len(self._open)
 
     def _advance(self) -> None:

@@ -95,6 +95,17 @@ def resolve_model(
     return name
 
 
+@contextmanager
+def one_line_if_missing(model: str):
+    """Turn transformers' error for a part that cannot be found, or a hub that cannot be reached,
+    into a ValueError of one line."""
+    try:
+        yield
+    except OSError as error:
+        why = str(error).strip().splitlines()[0]
+        raise ValueError(f"model {model} cannot be loaded: {why}") from error
+
+
 def cached(target: Path, make: Callable[[Path], None]) -> str:
     """Return `target`, which `make(path)` fills unless it exists; never half of it."""
     if not target.is_dir():

@@ -137,7 +137,7 @@ def batch_metrics(run) -> dict:
     """What the samples, the workers and the clock say about the step that has just ended."""
     batch, at = run.batch, run.version - 1
     rewards = np.array([s.reward for s in batch])
-    stale = np.array([at - s.oldest_version for s in batch])
+    stale = np.array([s.staleness(at) for s in batch])
     seconds, buffer = run.rollouts.take_seconds(), run.rollouts.buffer
     made, workers = seconds.pop("tokens", 0), run.rollout.rollout_workers
     worker_time = sum(seconds.values()) or 1.0

@@ -72,8 +72,9 @@ class RolloutConfig:
             raise ValueError("--rollout_workers, --tensor_parallel, --max_num_seqs: at least 1")
         if self.max_tokens < 0:
             raise ValueError(f"--max_tokens must be 0 (the task's) or more (got {self.max_tokens})")
-        if self.temperature <= 0:
-            raise ValueError(f"--temperature must be above 0 (got {self.temperature})")
+        for name in ("temperature", "worker_timeout", "start_timeout"):
+            if not getattr(self, name) > 0:  # also true of NaN
+                raise ValueError(f"--{name} must be above 0 (got {getattr(self, name)})")
         if self.on_update not in ("resume", "restart", "drain"):
             raise ValueError(f"--on_update is resume, restart or drain (got {self.on_update})")
 
@@ -397,7 +398,7 @@ def place_workers(gpus: int, ranks: int, workers: int, tensor_parallel: int):
         return [None] * workers, "gloo", 0.0
     if tensor_parallel > gpus:
         raise ValueError(f"--tensor_parallel {tensor_parallel}, but this machine has {gpus} GPUs")
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     names = names if len(names) == gpus else [str(i) for i in range(gpus)]
     apart = gpus >= ranks + workers * tensor_parallel
     first = ranks if apart else 0

@@ -36,7 +36,7 @@ import report
 from algos import AlgoConfig
 from buffer import BufferConfig, RolloutTask, Sample, SampleBuffer
 from envs import EnvConfig, encode_prompt, make_task, prompt_order
-from models import PRESETS, resolve_model
+from models import PRESETS, one_line_if_missing, resolve_model
 from rollout import RolloutConfig, RolloutError, Rollouts, WorkerSpec
 from trainer import STATE_FILE, Cell, NonFiniteError, Publisher, Trainer, TrainerConfig
 
@@ -86,10 +86,10 @@ class RunConfig:
         if self.mode not in ("sync", "async"):
             raise ValueError(f"--mode is sync or async (got {self.mode})")
         for name in ("steps", "batch_timeout"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:  # also true of NaN
                 raise ValueError(f"--{name} must be above 0 (got {getattr(self, name)})")
         for name in ("max_model_len", "eval_every", "eval_prompts", "save_every", "seed"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise ValueError(f"--{name} must be 0 or more (got {getattr(self, name)})")
 
 
@@ -147,14 +147,11 @@ class Run:
         state, resumed_from = load_checkpoint(config.resume, cell.nodes, buffer)
         self.dtype = preset.dtype if cell.device.type == "cuda" else "float32"
         trainer.learning_rate = trainer.learning_rate or preset.learning_rate
-        self.tokenizer = AutoTokenizer.from_pretrained(base)
+        with one_line_if_missing(base):
+            self.tokenizer = AutoTokenizer.from_pretrained(base)
         self.max_tokens = rollout.max_tokens or self.task.max_tokens
         self.max_model_len = config.max_model_len or preset.max_model_len
         check_prompts(self)
-        self.log = None
-        if cell.rank == 0:
-            settings = [config, trainer, rollout, buffer, env, algo]
-            self.log = report.Log(config, settings, env.env, state.get("version"))
         # Phases that have the machine to themselves use all of it; otherwise a core a process.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         alone = buffer.alpha == 0
@@ -166,6 +163,10 @@ class Run:
         )  # fmt: skip
         if state:
             self.trainer.restore(state)
+        self.log = None
+        if cell.rank == 0:
+            settings = [config, trainer, rollout, buffer, env, algo]
+            self.log = report.Log(config, settings, env.env, state.get("version"))
         self.version = state.get("version", 0)
         self.wall, self.t_eval = state.get("wall", 0.0), 0.0
         self.publisher = Publisher(self.trainer)
@@ -322,6 +323,8 @@ def check(config: RunConfig, buffer: BufferConfig, algo: AlgoConfig) -> None:
     if not config.model:
         config.model = "Qwen/Qwen2.5-0.5B-Instruct" if torch.cuda.is_available() else "tiny"
     report.check_destinations(config.report_to)
+    if config.run_dir and Path(config.run_dir).is_file():
+        raise ValueError(f"--run_dir {config.run_dir} is a file, not a directory")
     if config.run_dir and not config.resume and (Path(config.run_dir) / "config.json").exists():
         raise ValueError(
             f"{config.run_dir} holds a run already: choose another --run_dir, or --resume it"
@@ -374,16 +377,23 @@ def parse(argv: list[str]) -> list:
         raise SystemExit(2)
 
     def flags_of(path: Path) -> list[str]:
-        if not path.is_file():
+        try:
+            settings = yaml.safe_load(path.read_text())  # JSON is YAML too
+        except FileNotFoundError:
             fail(f"no such file: {path}")
-        settings = yaml.safe_load(path.read_text())  # JSON is YAML too
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            fail(f"{path}: {' '.join(str(error).split())}")
         if not isinstance(settings, dict):
             fail(f"{path}: a mapping of flags to values is expected")
-        return [part for k, v in settings.items() if v is not None for part in (f"--{k}", str(v))]
+        given = {k: str(v) for k, v in settings.items() if v not in (None, "")}
+        return [part for name, value in given.items() for part in (f"--{name}", value)]
 
     parser.error = fail
     if argv and not argv[0].startswith("-"):
         argv = flags_of(Path(argv[0])) + argv[1:]
+    argv = [
+        part for flag in argv for part in (flag.split("=", 1) if flag.startswith("--") else [flag])
+    ]
     if "--resume" in argv[:-1]:
         directory = argv[argv.index("--resume") + 1]
         argv = flags_of(Path(directory) / "config.json") + argv + ["--run_dir", directory]

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 
 import algos
 from buffer import Sample
+from models import one_line_if_missing
 from packing import Packed, cut_micro_batches, pack, row_length, share_prompts
 from rollout import (
     RolloutConfig,
@@ -49,10 +50,10 @@ class TrainerConfig:
 
     def __post_init__(self):
         for name in ("learning_rate", "lr_warmup"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:  # also true of NaN
                 raise ValueError(f"--{name} must be 0 or more (got {getattr(self, name)})")
         for name in ("grad_clip", "micro_tokens", "bucket_mb"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:
                 raise ValueError(f"--{name} must be above 0 (got {getattr(self, name)})")
 
 
@@ -185,7 +186,8 @@ class Trainer:
 
     def _load(self, path: str) -> Policy:
         # Masters are float32 also where the forward pass is not.
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        with one_line_if_missing(path):
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         policy = Policy(model).to(self.cell.device)
         if self.cell.world > 1 or self.cell.device.type == "cuda":
             mixed = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
@@ -289,6 +291,10 @@ class Trainer:
                 for name, value in moments.items()
             }
         self.scheduler.load_state_dict(state["scheduler"])
+        for group, rate in zip(
+            self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True
+        ):
+            group["lr"] = rate  # the scheduler sets it when it steps, not when it is loaded
         torch.set_rng_state(state["rng"])
 
 

@@ -92,7 +92,7 @@ def refused(capfd, tmp_path):
         ("--on_update foo", "--on_update"),
         ("--steps 0", "--steps must be above 0"),
         ("--steps 1.5", "--steps: invalid int value"),
-        ("--batch_size 0", "--batch_size must be at least 1"),
+        ("--batch_size -1", "--batch_size must be"),
         ("--group_size 1", "--group_size 2 or more"),
         ("--temperature 0", "--temperature must be above 0"),
         ("--rollout_workers 0", "--rollout_workers"),
@@ -249,9 +249,12 @@ def test_no_two_settings_share_a_name():
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
+BUFFER = BufferConfig(batch_size=4, group_size=2)
+
+
 def write_checkpoint(path, **state):
     path.mkdir(parents=True)
-    torch.save({"cells": [(0, {})]} | state, path / STATE_FILE)
+    torch.save({"cells": [(0, {})], "batch": (4, 2)} | state, path / STATE_FILE)
 
 
 def test_the_last_finished_checkpoint_is_resumed_from(tmp_path):
@@ -259,18 +262,25 @@ def test_the_last_finished_checkpoint_is_resumed_from(tmp_path):
         write_checkpoint(tmp_path / f"checkpoint-{step}", version=step)
     write_checkpoint(tmp_path / ".checkpoint-11", version=11)  # stopped before it was renamed
     (tmp_path / "checkpoint-12").mkdir()
-    state, path = load_checkpoint(str(tmp_path), cells=1)
+    state, path = load_checkpoint(str(tmp_path), 1, BUFFER)
     assert state["version"] == 10 and path == str(tmp_path / "checkpoint-10")
 
 
 def test_a_checkpoint_of_another_number_of_nodes_is_refused(tmp_path):
     write_checkpoint(tmp_path / "checkpoint-1", cells=[(0, {}), (0, {})])
     with pytest.raises(ValueError, match="on 2 nodes, not on 1"):
-        load_checkpoint(str(tmp_path), cells=1)
+        load_checkpoint(str(tmp_path), 1, BUFFER)
+
+
+@pytest.mark.parametrize("batch", [(8, 2), (4, 4)])
+def test_a_checkpoint_of_other_batches_is_refused(tmp_path, batch):
+    write_checkpoint(tmp_path / "checkpoint-1", batch=batch)
+    with pytest.raises(ValueError, match=f"batches of {batch[0]} x {batch[1]}"):
+        load_checkpoint(str(tmp_path), 1, BUFFER)
 
 
 def test_nothing_to_resume_is_no_error():
-    assert load_checkpoint("", cells=1) == ({}, "")
+    assert load_checkpoint("", 1, BUFFER) == ({}, "")
 
 
 # -- exit codes, seeds -----------------------------------------------------------------------------

@@ -340,7 +340,7 @@ def test_a_sample_is_the_prompt_and_the_ids_as_they_were_sampled(blocking):
     assert sample.ids.tolist() == [*prompt, 70, 71, 1]
     assert sample.mask.tolist() == [False] * 3 + [True] * 3
     assert sample.logprobs.tolist() == [0, 0, 0, -0.5, -1.5, -2.5]
-    assert sample.versions.tolist() == [-1, -1, -1, 3, 3, 4] and sample.oldest_version == 3
+    assert sample.versions.tolist() == [-1, -1, -1, 3, 3, 4] and sample.staleness(5) == 2
     dtypes = [x.dtype for x in (sample.ids, sample.mask, sample.logprobs, sample.versions)]
     assert dtypes == [np.int32, bool, np.float32, np.int32]
     text = tokenizer.decode([70, 71, 1], skip_special_tokens=True)

@@ -12,16 +12,17 @@ import torch
 import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import models
+import packing
 import rollout
 import trainer as module
 from algos import AlgoConfig
 from buffer import RolloutTask, Sample
+from packing import cut_micro_batches, pack, row_length, share_prompts
 from rollout import RolloutConfig
-from trainer import Cell, NonFiniteError, Trainer, TrainerConfig, cut_micro_batches, pad_samples
+from trainer import Cell, NonFiniteError, Trainer, TrainerConfig, whole
 
 VOCAB, TEMPERATURE, N = 48, 0.8, 3  # N samples a group
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -94,10 +95,6 @@ def make_trainer(cell, path, reference=None, algo=None, **settings):
     return trainer
 
 
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def weights(trainer):
     return {name: whole(p).clone() for name, p in trainer.policy.model.named_parameters()}
 
@@ -112,13 +109,16 @@ def make_sample(index, ids, mask, logprobs, reward):
 
 
 def make_samples(path, seed=0, shapes=SHAPES):
-    """Samples with rewards that differ, from a policy somewhat off the one in `path`."""
+    """Samples with rewards that differ, from a policy somewhat off the one in `path`. A group has
+    one prompt, except group 2, where each sample has another."""
     rng = np.random.default_rng(seed)
     policy = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     samples = []
     for index, (before, after) in enumerate(shapes):
         ids = rng.integers(VOCAB, size=before + after)
         ids[before + after // 2 :: 3] = 0  # the id that padding has
+        if index % N and index // N != 2 and before == shapes[index - 1][0]:
+            ids[:before] = samples[-1].ids[:before]
         mask = np.repeat([False, True], [before, after])
         if after > 8:
             mask[before + 3 : before + 5] = False  # the environment speaks in between
@@ -246,21 +246,53 @@ def test_micro_batches_hold_every_row_once_and_stay_within_the_limit(lengths, li
             assert (len(piece) + 1) * lengths[piece[-1] + 1] > limit
 
 
-def test_pad_samples_keeps_ids_mask_and_behaviour():
-    rows = [
-        make_sample(0, [5, 0, 0], [False, True, True], [-1, -2], 0.0),  # ends in two EOS = pad
-        make_sample(1, [7, 8, 0, 9, 0], [False, False, True, False, True], [-3, -4], 0.0),
-        make_sample(2, [6], [False], [], 0.0),
-    ]
-    ids, mask, behaviour = pad_samples(rows)
-    assert ids.tolist() == [[5, 0, 0, 0, 0], [7, 8, 0, 9, 0], [6, 0, 0, 0, 0]]
-    assert mask.tolist() == [
-        [False, True, True, False, False],
-        [False, False, True, False, True],
-        [False] * 5,
-    ]
-    assert behaviour.tolist() == [-1, -2, -3, -4] and behaviour.dtype == torch.float32
-    assert ids.dtype == torch.int64 and mask.dtype == torch.bool
+def small_group(*responses, prompt=(7, 8)):
+    """A group with one prompt; each response is ids, of which negative ones are the environment's.
+    The behaviour log-probability of a token is minus its id."""
+    samples = []
+    for index, response in enumerate(responses):
+        ids = [*prompt, *map(abs, response)]
+        mask = [False] * len(prompt) + [token >= 0 for token in response]
+        logprobs = [-float(token) for token in response if token >= 0]
+        samples.append(make_sample(index, ids, mask, logprobs, 0.0))
+    return samples
+
+
+def test_a_packed_row_has_the_prompt_once_and_no_response_sees_another():
+    samples = small_group([1, 0, 0], [2, -3, 4])  # the first ends in pad = EOS, twice
+    packed = pack(samples, share_prompts(samples))
+    assert packed.ids.tolist() == [[7, 8, 1, 0, 0, 2, 3, 4]]
+    assert packed.positions.tolist() == [[0, 1, 2, 3, 4, 2, 3, 4]]
+    assert packed.targets.tolist() == [1, 0, 0, 2, 4]  # the 3 is not trained on
+    assert packed.behaviour.tolist() == [-1, 0, 0, -2, -4]
+    assert packed.predictors.tolist() == [1, 2, 3, 1, 6]  # the prompt's end predicts both firsts
+    assert packed.sample.tolist() == [0, 0, 0, 1, 1]
+    sees = packed.attention[0, 0]  # [L, L]
+    for row in range(8):
+        own = range(2, 5) if row < 5 else range(5, 8)
+        expected = [at for at in range(8) if at <= row and (at < 2 or at in own)]
+        assert sees[row].nonzero().flatten().tolist() == expected
+
+
+def test_rows_of_one_sample_are_causal_and_need_no_mask():
+    samples = small_group([1, 0, 0], [2, -3, 4], [5])
+    packed = pack(samples, share_prompts(samples, limit=0))
+    assert packed.attention is None
+    assert packed.ids.tolist() == [[7, 8, 1, 0, 0], [7, 8, 2, 3, 4], [7, 8, 5, 0, 0]]
+    assert packed.targets.tolist() == [1, 0, 0, 2, 4, 5]
+    assert packed.predictors.tolist() == [1, 2, 3, 6, 8, 11]
+    assert packed.sample.tolist() == [0, 0, 0, 1, 1, 2]
+
+
+def test_only_samples_of_one_group_and_one_prompt_share_a_row_up_to_the_limit():
+    same = small_group([1] * 3, [2] * 3, [3] * 3)
+    assert share_prompts(same) == [[0, 1, 2]]
+    assert share_prompts(same, limit=8) == [[0, 1], [2]] and row_length(same, [0, 1]) == 8
+    assert share_prompts(same, limit=7) == [[0], [1], [2]]
+    other_group = make_sample(N, [7, 8, 4], [False, False, True], [-1], 0.0)
+    assert share_prompts([*same, other_group]) == [[0, 1, 2], [3]]
+    other_prompt = make_sample(2, [7, 9, 4], [False, False, True], [-1], 0.0)
+    assert share_prompts([*same[:2], other_prompt]) == [[0, 1], [2]]
 
 
 # -- odd data --------------------------------------------------------------------------------------
@@ -316,7 +348,7 @@ def test_a_batch_without_a_trained_token_changes_nothing(cell, model):
 
 def test_a_sample_without_a_token_is_not_stale():
     sample = make_sample(0, [1, 2], [False, False], [], 0.0)
-    assert 5 - sample.oldest_version <= 0  # as batch_metrics counts it
+    assert sample.staleness(5) == 0
 
 
 @pytest.mark.parametrize(
@@ -342,6 +374,15 @@ def test_a_step_that_is_not_finite_names_the_samples_and_changes_nothing(cell, m
         trainer.step(samples)
     assert caught.value.samples is samples
     assert all(torch.equal(p, before[name]) for name, p in weights(trainer).items())
+
+
+def test_a_gradient_that_is_not_finite_is_noticed_also_when_the_loss_is(cell, model):
+    samples = make_samples(model)
+    samples[4].reward = 1e3  # advantage above 0: the loss takes the clipped ratio, and is finite
+    samples[4].logprobs[-1] = -math.inf
+    trainer = make_trainer(cell, model)
+    with pytest.raises(NonFiniteError, match=r"^loss -?\d.*gradient norm nan.*fault: 1:1$"):
+        trainer.step(samples)
 
 
 def test_when_the_model_is_at_fault_no_sample_is_blamed(cell, model):
@@ -408,11 +449,18 @@ def test_a_restored_trainer_goes_on_as_if_never_stopped(cell, model, tmp_path):
 # -- ranks -----------------------------------------------------------------------------------------
 
 
-def take_steps(cell, path, batches):
-    """Train on each batch; a node of several gets its share of the groups."""
-    trainer = make_trainer(cell, path, micro_tokens=60, grad_clip=0.5)
+def take_steps(cell, path, batches, checkpoint=None):
+    """Train on each batch, of which a node of several gets its share of the groups; with
+    `checkpoint`, the run is stopped and resumed from there before the last one."""
+    settings = {"micro_tokens": 60, "grad_clip": 0.5, "lr_warmup": 5}
+    trainer = make_trainer(cell, path, **settings)
     metrics = []
-    for samples in batches:
+    for number, samples in enumerate(batches, 1):
+        if checkpoint and number == len(batches):
+            trainer.save(checkpoint, models.byte_tokenizer(), {})
+            cell.barrier()
+            trainer = make_trainer(cell, str(checkpoint), **settings)
+            trainer.restore(torch.load(checkpoint / module.STATE_FILE, weights_only=False))
         share = len(samples) // cell.nodes
         metrics.append(trainer.step(samples[cell.node * share :][:share]))
     return metrics, weights(trainer), trainer.score([1, 2, 3])
@@ -427,36 +475,36 @@ def rank_main(rank, path, port, directory):
     )  # fmt: skip
     torch.set_num_threads(1)
     torch.cuda.device_count = lambda: 0
-    batches = torch.load(f"{directory}/batches.pt", weights_only=False)
+    batches = torch.load(directory / "batches.pt", weights_only=False)
     cell = Cell(RolloutConfig())
-    shared = take_steps(cell, path, batches)
+    one_node = take_steps(cell, path, batches, directory / "checkpoint-2")
     # The same two ranks as two nodes of one rank each, every one with half of the groups.
     cell.local_rank, cell.local_world, cell.nodes, cell.node = 0, 1, 2, rank
-    nodes = take_steps(cell, path, batches)
-    torch.save({"one node": shared, "two nodes": nodes}, f"{directory}/{rank}.pt")
+    two_nodes = take_steps(cell, path, batches[:2])
+    torch.save((one_node, two_nodes), directory / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.timeout(150)
 def test_two_ranks_or_two_nodes_give_what_one_rank_gives(cell, model, tmp_path):
-    # In the second batch the longest sample has a micro-batch to itself, so that one rank has more
-    # of them than the other.
-    shapes = [SHAPES + SHAPES[:3], SHAPES[:2] + [(5, 60)] + SHAPES[3:] + SHAPES[:3]]
+    # The second batch has a sample that fills a micro-batch, so that one rank has more of them than
+    # the other; the third is one row, and leaves one rank without any.
+    shapes = [SHAPES + SHAPES[:3], SHAPES + [(3, 1), (3, 60), (3, 2)], [(2, 3), (2, 9), (2, 1)]]
     batches = [make_samples(model, seed, shape) for seed, shape in enumerate(shapes)]
     torch.save(batches, tmp_path / "batches.pt")
-    expected, after, scores = take_steps(cell, model, batches)
+    expected = take_steps(cell, model, batches), take_steps(cell, model, batches[:2])
     store = rollout.open_store(3, timedelta(seconds=60), "127.0.0.1")  # this process, two ranks
     # Both ranks are forked from one process, which imports what is slow once.
     mp.set_forkserver_preload([Qwen2ForCausalLM.__module__, "torch.distributed.fsdp", "pytest"])
-    args = (model, store.port, str(tmp_path))
+    args = (model, store.port, tmp_path)
     mp.start_processes(rank_main, args, nprocs=2, daemon=True, start_method="forkserver")
     for rank in range(2):
         results = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
-        for metrics, found, scored in results.values():
-            for mine, one in zip(metrics, expected, strict=True):
+        for found, alone in zip(results, expected, strict=True):
+            for mine, one in zip(found[0], alone[0], strict=True):
                 assert_same(mine, one, 1e-5)
-            assert_same(found, after, 1e-5)
-            np.testing.assert_allclose(scored, scores, atol=1e-4)
+            assert_same(found[1], alone[1], 1e-5)
+            np.testing.assert_allclose(found[2], alone[2], atol=1e-4)
 
 
 # -- settings, examples ----------------------------------------------------------------------------
@@ -475,5 +523,5 @@ def test_settings_of_zero_are_refused_and_named(name):
 
 
 def test_examples_in_the_docstrings():
-    result = doctest.testmod(module)
+    result = doctest.testmod(packing)
     assert result.attempted and not result.failed
