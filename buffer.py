@@ -47,7 +47,7 @@ class BufferConfig:
 
     def __post_init__(self):
         if self.batch_size < 0:
-            raise ValueError(f"--batch_size must be at least 1 (got {self.batch_size})")
+            raise ValueError(f"--batch_size must be 0 (preset) or more (got {self.batch_size})")
         if self.group_size < 1:
             raise ValueError(f"--group_size must be at least 1 (got {self.group_size})")
         if not 0 <= self.alpha < math.inf:

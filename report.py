@@ -41,7 +41,8 @@ class Log:
 
     def __init__(self, config, settings: list, env: str, resumed_at: int | None):
         name = f"{datetime.now():%Y%m%d-%H%M%S}-{config.mode}-{env.split(':')[0].split('/')[-1]}"
-        self.dir = Path(config.run_dir or f"runs/{name}")
+        free = (Path(f"runs/{name}{suffix}") for suffix in ("", *(f"-{i}" for i in range(2, 99))))
+        self.dir = Path(config.run_dir or next(path for path in free if not path.exists()))
         self.dir.mkdir(parents=True, exist_ok=True)
         flat = {key: value for part in settings for key, value in asdict(part).items()}
         flat["run_dir"], flat["resume"] = str(self.dir), ""

@@ -21,6 +21,7 @@ paper aborts and re-submits running requests at an update, here the engine keeps
 import asyncio
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -33,6 +34,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache
 from multiprocessing.connection import Connection, wait
 
 import numpy as np
@@ -42,7 +44,7 @@ import torch.multiprocessing as mp
 from tqdm import tqdm
 
 from buffer import RolloutTask, Sample, SampleBuffer
-from envs import EnvConfig, Task, encode_prompt, make_task
+from envs import EnvConfig, Row, Task, encode_prompt, make_task
 
 
 @dataclass
@@ -196,11 +198,17 @@ async def off_loop(pool: ThreadPoolExecutor, timeout: float, what: str, call, *a
         raise TimeoutError(f"{what} took longer than {timeout:g} s (--env_timeout)") from None
 
 
+@lru_cache(maxsize=4096)
+def prompt_ids(env: Task, row: Row, tokenizer) -> tuple[int, ...]:
+    """A prompt's tokens; the n samples of a group render the chat template once between them."""
+    return tuple(encode_prompt(env, row, tokenizer))
+
+
 async def run_episode(task: RolloutTask, env: Task, engine, tokenizer, pool, max_tokens):
     """One sample from prompt to reward. Token in, token out: the ids that were sampled are the ids
     that are trained on."""
     row = (env.test if task.eval else env.train)[task.prompt]
-    prompt = encode_prompt(env, row, tokenizer)
+    prompt = list(prompt_ids(env, row, tokenizer))
     stop_ids = [] if env.stop is None else tokenizer.encode(env.stop, add_special_tokens=False)
     turn = await engine.generate(prompt, max_tokens, task.seed, stop_ids)
     response = tokenizer.decode(turn.ids, skip_special_tokens=True)
@@ -312,8 +320,9 @@ class Worker:
         threading.Thread(target=self.read_messages, args=(loop,), daemon=True).start()
         self.conn.send(("ready",))
         while not self.stopping:
-            await asyncio.sleep(0)  # let messages in and episodes go on
-            self.report()
+            with self.timed("episodes"):
+                await asyncio.sleep(0)  # let messages in and episodes go on
+                self.report()
             draining = self.spec.rollout.on_update == "drain" and self.engine.turns
             if self.update and not draining:
                 await self.load_update(*self.update)
@@ -359,10 +368,11 @@ class Worker:
 def worker_main(conn: Connection, spec: WorkerSpec) -> None:
     """Entry point of a rollout process."""
     os.setpgid(0, 0)  # a group of its own, to be killed as one; Ctrl-C is for the trainer alone
-    die_with_parent()
+    die_with_parent(mp.parent_process().pid)
     tqdm.set_lock(threading.RLock())  # its default, shared between processes, outlives a kill
     try:
         worker = Worker(conn, spec)
+        gc.freeze()  # what exists by now stays: the collector need not walk it again and again
         asyncio.run(worker.serve())
     except Exception:  # the process ends here: hand the traceback to the trainer first
         conn.send(("fatal", traceback.format_exc()))
@@ -372,10 +382,10 @@ def worker_main(conn: Connection, spec: WorkerSpec) -> None:
     os._exit(0)  # vLLM's and torch's exit handlers have nothing left to save
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int) -> None:
     """Ask Linux to kill this process when the one that started it dies, however it dies."""
     if sys.platform == "linux":
-        parent, PR_SET_PDEATHSIG = os.getppid(), 1
+        PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)  # it died before we asked
@@ -419,6 +429,8 @@ def child_environment(devices: str | None, threads: int):
             del os.environ[name]
     if devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = devices
+    else:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # one helper of vLLM is compiled: 2-20 s a start
     os.environ.update(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine in this process: the step loop is ours
         OMP_NUM_THREADS=str(threads),

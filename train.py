@@ -140,11 +140,11 @@ class Run:
         self.cell = cell = Cell(rollout)
         if buffer.batch_size % cell.nodes:
             raise ValueError(f"--batch_size must divide by the number of nodes ({cell.nodes})")
+        state, resumed_from = load_checkpoint(config.resume, cell.nodes, buffer)
         if cell.rank == 0:
             resolve_model(config.model, self.task, env.env)  # makes it, if it has to be made
         cell.barrier()
         base = resolve_model(config.model, self.task, env.env)
-        state, resumed_from = load_checkpoint(config.resume, cell.nodes, buffer)
         self.dtype = preset.dtype if cell.device.type == "cuda" else "float32"
         trainer.learning_rate = trainer.learning_rate or preset.learning_rate
         with one_line_if_missing(base):
@@ -391,11 +391,7 @@ def parse(argv: list[str]) -> list:
     parser.error = fail
     if argv and not argv[0].startswith("-"):
         argv = flags_of(Path(argv[0])) + argv[1:]
-    argv = [
-        part for flag in argv for part in (flag.split("=", 1) if flag.startswith("--") else [flag])
-    ]
-    if "--resume" in argv[:-1]:
-        directory = argv[argv.index("--resume") + 1]
+    if directory := parser.parse_known_args(argv)[0].resume:
         argv = flags_of(Path(directory) / "config.json") + argv + ["--run_dir", directory]
     try:
         *configs, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)

@@ -279,7 +279,7 @@ def test_a_worker_dies_with_its_parent_even_if_that_is_killed():
     if not parent:  # the trainer
         child = os.fork()
         if not child:  # the rollout process
-            die_with_parent()
+            die_with_parent(os.getppid())
             os.write(writer, f"{os.getpid()} ".encode())
             time.sleep(60)
             os._exit(0)
