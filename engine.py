@@ -26,7 +26,8 @@ from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from rollout import WorkerSpec, cut_buckets, join_weight_group
+from rollout import cut_buckets, join_weight_group
+from worker import WorkerSpec
 
 PROBE = "probe"  # request ids that start with this are scored alone
 
@@ -164,6 +165,7 @@ class Engine:
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled: after / T
             async_scheduling=False,  # a step in flight at an update would get the wrong version
             disable_log_stats=True,
+            use_tqdm_on_load=False,
             generation_config="vllm",  # not the model's own top_p, top_k: full support
             weight_transfer_config={"backend": "broadcast"},
             worker_extension_cls="engine.Rank",

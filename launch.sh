@@ -12,17 +12,15 @@ usage() { cat <<'EOF'
 ROLL Flash: asynchronous RL post-training of language models, in a few readable files.
 
   bash launch.sh [flags]           set up if needed, then train; no flags: the quick run for this machine
-  bash launch.sh compare [flags]   sync (strongest and naive) and async on the same budget: a table, a figure
-  bash launch.sh sim [flags]       the simulator on a virtual clock: the paper's tables
   bash launch.sh plot RUN_DIR...   figures of finished runs
   bash launch.sh test [args]       the test suite; args go to pytest (-m slow runs the slow tests)
   bash launch.sh train --help      every flag of train.py, with its default
 
 Flags of training (batch_size counts groups; all files of a run are in --run_dir):
   --mode sync|async      --alpha F (asynchronous ratio)     --on_update resume|restart|drain
-  --consume fifo|ready   --rollout_workers R                --env_latency MEAN,STD
-  --model tiny|smollm2|PATH|HUB_NAME                        --loss NAME   --advantage NAME
-  --env addition|max3|countdown|gsm8k|math|grid|frozenlake|guess|my_file.py:MyEnv     --data FILE
+  --rollout_workers R    --report_to tensorboard,wandb
+  --model tiny|smollm2|PATH|HUB_NAME                        --learning_rate F   --kl_coef F
+  --env addition|max3|countdown|gsm8k|math|my_file.py:MyTask                      --data FILE
   --steps N   --batch_size B   --group_size N   --max_tokens N   --eval_every N   --seed N
   --run_dir DIR          --resume DIR                       or a YAML/JSON file of flags as first argument
 
@@ -44,15 +42,14 @@ extras=()  # requirement files beyond the core
 case ${1-} in
   -h | --help | help) usage; exit ;;
   test) shift; cmd=(-m pytest "$@"); extras=(requirements-dev.txt) ;;
-  compare | plot) script=report.py; cmd=(report.py "$@") ;;
-  sim) shift; script=sim.py; cmd=(sim.py "$@") ;;
+  plot) script=report.py; cmd=(report.py "$@") ;;
   train | -* | '' | *.yaml | *.yml | *.json)
     [[ ${1-} != train ]] || shift
     script=train.py; cmd=(train.py "$@")
     # NPROC and TORCHRUN_ARGS: several trainer processes or machines. TORCHRUN_ARGS is split at blanks on purpose.
     [[ -z ${NPROC-}${TORCHRUN_ARGS-} ]] ||
       cmd=(-m torch.distributed.run --nproc_per_node "${NPROC:-1}" ${TORCHRUN_ARGS-} "${cmd[@]}") ;;
-  *) die 2 "no command '$1'; there are: compare, sim, plot, test, train, or flags of train.py (see --help)" ;;
+  *) die 2 "no command '$1'; there are: plot, test, train, or flags of train.py (see --help)" ;;
 esac
 [[ -z ${script-} || -f $script ]] || die 2 "$script is missing from $PWD, so '${1-train}' cannot run"
 case " $* " in *smollm2* | *slow*) extras+=(requirements-smollm2.txt) ;; esac  # 93 MB of weights: only when asked for

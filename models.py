@@ -17,6 +17,7 @@ import inspect
 import os
 import random
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -181,7 +182,12 @@ def warm_up(model, tokenizer, task: Task, steps: int) -> None:
             prompts[prompt] = encode_prompt(task, Row(prompt, ""), tokenizer)
         return prompts[prompt], [*tokenizer(response)["input_ids"], tokenizer.eos_token_id]
 
-    bar = tqdm(range(steps), desc="warm-up of the model `tiny`, once", unit="step")
+    bar = tqdm(
+        range(steps),
+        desc="warm-up of the model `tiny`, once",
+        unit="step",
+        mininterval=0.1 if sys.stderr.isatty() else 10,  # a file is no place for a bar in motion
+    )
     for _ in bar:
         batch = [example() for _ in range(64)]
         ids = [torch.tensor(prompt + response) for prompt, response in batch]
@@ -196,7 +202,7 @@ def warm_up(model, tokenizer, task: Task, steps: int) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         rate.step()
-        bar.set_postfix(loss=f"{loss.item():.3f}")
+        bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
 
 
 @contextmanager

@@ -56,6 +56,7 @@ class Log:
         self.quiet = not sys.stderr.isatty()
         self.bar = tqdm(
             total=config.steps,
+            delay=1e-9,  # draw it at the first step, not while workers start
             initial=resumed_at or 0,
             desc=config.mode,
             unit="step",

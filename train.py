@@ -7,9 +7,9 @@
     torchrun --nproc_per_node 2 train.py                  two trainer ranks (FSDP2) on this machine
     torchrun --nnodes 2 --nproc_per_node 8 ... train.py   two machines; each feeds its own ranks
 
-Read `train_sync` and `train_async` first: the two loops, side by side. `rollout.py` has what goes
-on in the other processes, `buffer.py` the rule that bounds staleness, `trainer.py` the update,
-`algos.py` the mathematics.
+Read `train_sync` and `train_async` first: the two loops, side by side. `buffer.py` has the rule
+that bounds staleness, `rollout.py` and `worker.py` what goes on in the other processes,
+`trainer.py` the update, `algos.py` the mathematics.
 
 Paper: ROLL Flash (arXiv 2510.11345), rollout-train decoupling.
 """
@@ -37,8 +37,9 @@ from algos import AlgoConfig
 from buffer import BufferConfig, RolloutTask, Sample, SampleBuffer
 from envs import EnvConfig, encode_prompt, make_task, prompt_order
 from models import PRESETS, one_line_if_missing, resolve_model
-from rollout import RolloutConfig, RolloutError, Rollouts, WorkerSpec
+from rollout import RolloutConfig, RolloutError, Rollouts
 from trainer import STATE_FILE, Cell, NonFiniteError, Publisher, Trainer, TrainerConfig
+from worker import WorkerSpec
 
 
 @dataclass
@@ -198,6 +199,9 @@ class Run:
             if rollouts:
                 rollouts.begin(*self.for_workers)
             else:
+                if self.log:
+                    count = self.rollout.rollout_workers
+                    print(f"starting vLLM in {count} rollout process(es) ...", file=sys.stderr)
                 self.rollouts.start(self.cell.worker_devices, self.worker_threads)
         self.publisher.connect(self.rollouts, self.rollout.start_timeout)
         self.publish(self.version)

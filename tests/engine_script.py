@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from engine import Engine
 from envs import EnvConfig
-from rollout import RolloutConfig, WorkerSpec, cut_buckets, join_weight_group, open_store
+from rollout import RolloutConfig, cut_buckets, join_weight_group, open_store
+from worker import WorkerSpec
 
 BUCKET = 2**18  # several buckets, also for the tiny model
 

@@ -119,13 +119,13 @@ CPU_STEPS = [
 def test_help_needs_no_setup(checkout):
     p = checkout.run("--help")
     assert p.returncode == 0 and not p.stderr_text
-    for command in ("launch.sh compare", "launch.sh sim", "launch.sh plot", "launch.sh test"):
+    for command in ("launch.sh train", "launch.sh plot", "launch.sh test"):
         assert command in p.stdout_text
     assert len(p.stdout_text.splitlines()) <= 32, "a screenful"
     assert not (checkout.dir / ".venv").exists()
 
 
-@pytest.mark.parametrize("command, file", [("plot", "report.py"), ("sim", "sim.py")])
+@pytest.mark.parametrize("command, file", [("plot", "report.py")])
 def test_a_missing_program_is_said_before_any_setup(checkout, command, file):
     p = checkout.run(command, "x")
     assert p.returncode == 2 and file in complaint(p)
@@ -143,13 +143,11 @@ def test_unknown_command(checkout):
     [
         (["--alpha", "2"], "train.py --alpha 2"),
         (["train", "--help"], "train.py --help"),
-        (["compare", "--steps", "3"], "report.py compare --steps 3"),
         (["plot", "runs/a"], "report.py plot runs/a"),
-        (["sim", "--seed", "1"], "sim.py --seed 1"),
     ],
 )
 def test_commands(checkout, args, ran):
-    for name in ("report.py", "sim.py"):
+    for name in ("report.py",):
         (checkout.dir / name).write_text("")
     assert checkout.run(*args).returncode == 0
     assert checkout.calls_file.read_text().splitlines()[-1] == ran

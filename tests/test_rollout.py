@@ -28,15 +28,13 @@ from rollout import (
     RolloutConfig,
     RolloutError,
     Rollouts,
-    WorkerSpec,
     child_environment,
     cut_buckets,
-    die_with_parent,
     join_weight_group,
     open_store,
     place_workers,
-    run_episode,
 )
+from worker import WorkerSpec, die_with_parent, run_episode
 
 
 def task(group, sample=0, **more):
