@@ -8,6 +8,7 @@ The files of a run (see README): config.json, metrics.jsonl, samples.jsonl, rewa
 import argparse
 import importlib.util
 import json
+import pickle
 import sys
 from collections import Counter
 from dataclasses import asdict
@@ -121,6 +122,12 @@ class Log:
                 f"version {version}: {solved:.1%} of {count} held-out prompts solved",
                 file=sys.stderr,
             )
+
+    def dump(self, samples: list) -> Path:
+        """Write a batch that training failed on, to be looked at (`pickle.load`)."""
+        path = self.dir / "bad_batch.pkl"
+        path.write_bytes(pickle.dumps(samples))
+        return path
 
     def close(self) -> None:
         self.bar.close()

@@ -82,6 +82,11 @@ class RolloutError(RuntimeError):
         self.details = details
 
 
+def cause(details: str) -> str:
+    """The exception of a traceback, in one line."""
+    return [line for line in details.splitlines() if line[:1].strip()][-1]
+
+
 # -- weights: what both halves of a publish agree on ---------------------------------------------
 
 
@@ -375,6 +380,7 @@ class Rollouts:
             process.join(max(0.0, deadline - time.monotonic()))
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # the worker and all that it started
+            process.kill()  # one that was only starting has no group of its own yet
             process.join()
 
     # -- the owner's thread ----------------------------------------------------------------------
@@ -410,8 +416,7 @@ class Rollouts:
             self._heard[worker] = time.monotonic()
             self._said[worker].add(kind)
             if kind == "fatal":
-                last = args[0].strip().splitlines()[-1]
-                raise RolloutError(f"rollout process {worker} failed: {last}", args[0])
+                raise RolloutError(f"rollout process {worker} failed: {cause(args[0])}", args[0])
             if kind == "results":
                 self._take_results(worker, *args)
             elif kind == "paused":
@@ -437,7 +442,7 @@ class Rollouts:
         self._feed()
 
     def _take_failure(self, task: RolloutTask, details: str) -> None:
-        last = details.strip().splitlines()[-1]
+        last = cause(details)
         if task.eval:
             raise RolloutError(f"evaluation, held-out prompt {task.prompt}: {last}", details)
         known = self.buffer.wants(task)

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import transformers
 import yaml
-from transformers import AutoTokenizer, HfArgumentParser
+from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
 
 import report
 from algos import AlgoConfig
@@ -150,8 +150,11 @@ class Run:
         trainer.learning_rate = trainer.learning_rate or preset.learning_rate
         with one_line_if_missing(base):
             self.tokenizer = AutoTokenizer.from_pretrained(base)
+            longest = getattr(AutoConfig.from_pretrained(base), "max_position_embeddings", 2**31)
+        self.max_model_len = config.max_model_len or min(preset.max_model_len, longest)
+        if self.max_model_len > longest:
+            raise ValueError(f"--max_model_len {self.max_model_len}, but the model takes {longest}")
         self.max_tokens = rollout.max_tokens or self.task.max_tokens
-        self.max_model_len = config.max_model_len or preset.max_model_len
         check_prompts(self)
         # Phases that have the machine to themselves use all of it; otherwise a core a process.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -411,6 +414,7 @@ def main(argv: list[str] | None = None) -> int:
     configs = parse(sys.argv[1:] if argv is None else argv)
     transformers.utils.logging.disable_progress_bar()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # torchrun ends its ranks with it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     run, code, message = None, 0, ""
     try:
         run = Run(*configs)
@@ -423,9 +427,11 @@ def main(argv: list[str] | None = None) -> int:
         if run is not None:
             raise  # not bad input, which the constructor finds, but a bug: show where
         code, message = 2, str(error)
-    except (RolloutError, NonFiniteError) as error:
+    except RolloutError as error:
         code, message = 1, str(error)
-        print(getattr(error, "details", ""), file=sys.stderr)
+        print(error.details, file=sys.stderr)
+    except NonFiniteError as error:
+        code, message = 1, f"{error}; the batch is in {run.log and run.log.dump(error.samples)}"
     except KeyboardInterrupt:
         code, message = 130, "interrupted"
     finally:

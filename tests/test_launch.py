@@ -165,7 +165,9 @@ def test_exec_keeps_pid_arguments_and_exit_code(checkout):
 
 def test_ctrl_c_reaches_python(checkout):
     (checkout.dir / "train.py").write_text(
-        "import time\ntry:\n  print('up', flush=True); time.sleep(50)\n"
+        "import signal, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # as train.py does\n"
+        "try:\n  print('up', flush=True); time.sleep(50)\n"
         "except KeyboardInterrupt: raise SystemExit(42)"
     )
     p = checkout.start()
