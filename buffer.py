@@ -1,8 +1,8 @@
 """The sample buffer: which groups may be generated, and which batch is trained on next.
 
 Pure bookkeeping, so that it can be read in one sitting and tested by the thousand: no torch, no
-processes, no I/O and no clock. `rollout.py` calls it from one thread under one lock; `sim.py` and
-the tests call it directly.
+processes, no I/O and no clock. `rollout.py` calls it from one thread under one lock, the tests call
+it directly.
 
 Words (all counts are of *groups*, the n samples of one prompt):
 

@@ -1,8 +1,8 @@
 """vLLM, as this project uses it; imported in rollout processes only.
 
 `Engine` decodes turns and stamps every token with its version. Around it, what plugs into vLLM:
-the receiving half of a weight publish (the sending half is `train.Publisher`), and a scheduler that
-can score one sequence alone. Tested with vLLM 0.32.0, through its public extension points.
+the receiving half of a weight publish (`trainer.Publisher` is the sending half), and a scheduler
+that can score one sequence alone. Tested with vLLM 0.32.0, through its public extension points.
 
 vLLM imports this module in every tensor-parallel worker because `Rank` is named as its
 `worker_extension_cls`; importing it registers the receiver under the backend name "broadcast".

@@ -402,7 +402,10 @@ def load_class(name: str) -> type[Task]:
     module_name = f"custom_env_{path.stem}"  # so that a file random.py takes no module's place
     spec = importlib.util.spec_from_file_location(module_name, path)
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # it is the user's file: whatever it raises, say where
+        raise ValueError(f"env file {path}: {type(error).__name__}: {error}") from error
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, Task)):
         what = "no subclass of envs.Task" if hasattr(module, class_name) else "not in the file"

@@ -188,7 +188,9 @@ def summarize(rows: list[dict]) -> str:
         )
     }
     first, last = steps[0]["reward_mean"], np.mean([row["reward_mean"] for row in steps[-5:]])
-    lines = [f"training reward {first:.3f} → {last:.3f} (mean of the last 5 steps)"]
+    lines = [
+        f"training reward {first:.3f} → {last:.3f} (mean of the last {min(5, len(steps))} steps)"
+    ]
     if evals:
         lines.append(
             f"held-out solve rate {evals[0]['eval/solve_rate']:.3f} (version "
@@ -284,14 +286,15 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     plot = commands.add_parser("plot", help="reward of one or several runs, in one figure")
     plot.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
-    plot.add_argument("--out", type=Path, help="default: reward.png in the first run directory")
+    plot.add_argument("--out", type=Path, help="default: reward.png, or compare.png, in the first")
     args = parser.parse_args()
     for run in args.runs:
         if not read_rows(run / "metrics.jsonl"):
             print(f"report.py: no metrics.jsonl with rows in {run}", file=sys.stderr)
             return 2
         print(f"{run}\n{summarize(read_rows(run / 'metrics.jsonl'))}")
-    print(plot_reward(args.runs, args.out or args.runs[0] / "reward.png"))
+    name = "reward.png" if len(args.runs) == 1 else "compare.png"
+    print(plot_reward(args.runs, args.out or args.runs[0] / name))
     return 0
 
 

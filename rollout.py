@@ -19,6 +19,7 @@ paper aborts and re-submits running requests at an update, here the engine keeps
 """
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -68,7 +69,7 @@ class RolloutConfig:
         if self.max_tokens < 0:
             raise ValueError(f"--max_tokens must be 0 (the task's) or more (got {self.max_tokens})")
         for name in ("temperature", "worker_timeout", "start_timeout"):
-            if not getattr(self, name) > 0:  # also true of NaN
+            if not 0 < getattr(self, name) < math.inf:  # also true of NaN
                 raise ValueError(f"--{name} must be above 0 (got {getattr(self, name)})")
         if self.on_update not in ("resume", "restart", "drain"):
             raise ValueError(f"--on_update is resume, restart or drain (got {self.on_update})")
@@ -261,6 +262,7 @@ class Rollouts:
         self._heard = [time.monotonic()] * workers
         self._update: Update | None = None
         self._evaluating: dict[RolloutTask, Sample | None] = {}
+        self._eval_failures: Counter[RolloutTask] = Counter()
         self._changed = threading.Condition()
         self._wake_reader, self._wake_writer = mp.Pipe(duplex=False)
         self._closing = False
@@ -291,8 +293,11 @@ class Rollouts:
             process = context.Process(
                 target=worker_main, args=(theirs, spec), name=f"rollout-{rank}", daemon=False
             )
+            # Ctrl-C reaches the whole terminal group; what it means is for this process to say.
+            interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
             with child_environment(visible, threads):
                 process.start()
+            signal.signal(signal.SIGINT, interrupt)
             theirs.close()  # so that the worker's death reads as the end of the pipe
             self.processes.append(process)
             self.pipes.append(mine)
@@ -350,10 +355,11 @@ class Rollouts:
         )
 
     def evaluate(self, tasks: Iterable[RolloutTask], timeout: float) -> list[Sample]:
-        """Run evaluation tasks past admission and ahead of training tasks, under one version."""
+        """Run evaluation tasks past admission and ahead of training tasks, under one version.
+        Returns their samples, without those that failed twice."""
         self.wait_committed()
         with self._changed:
-            self._evaluating = dict.fromkeys(tasks)
+            self._evaluating, self._eval_failures = dict.fromkeys(tasks), Counter()
             self.dispatcher.queue.extendleft(reversed(self._evaluating))
             self._feed()
         self._await(
@@ -362,6 +368,15 @@ class Rollouts:
             timeout,
         )
         return list(self._evaluating.values())
+
+    def raise_error(self, within: float = 0.0) -> None:
+        """Raise what the owner's thread found wrong; wait so many seconds for it to find it."""
+        deadline = time.monotonic() + within
+        with self._changed:
+            while self.error is None and time.monotonic() < deadline:
+                self._changed.wait(0.1)
+            if self.error:
+                raise self.error
 
     def take_seconds(self) -> Counter:
         """Worker seconds by what they went to, and tokens made, since the last call."""
@@ -444,7 +459,8 @@ class Rollouts:
     def _take_failure(self, task: RolloutTask, details: str) -> None:
         last = cause(details)
         if task.eval:
-            raise RolloutError(f"evaluation, held-out prompt {task.prompt}: {last}", details)
+            self._take_eval_failure(task, last, details)
+            return
         known = self.buffer.wants(task)
         if self.buffer.fail(task):
             self.dispatcher.queue.appendleft(task)
@@ -458,6 +474,21 @@ class Rollouts:
                     f"prompt {task.prompt}: {last}",
                     details,
                 )
+
+    def _take_eval_failure(self, task: RolloutTask, last: str, details: str) -> None:
+        """Try a held-out prompt once more, then leave it out; too many of those end the run."""
+        self._eval_failures[task] += 1
+        if self._eval_failures[task] < 2:
+            self.dispatcher.queue.appendleft(task)
+            return
+        self._evaluating.pop(task, None)
+        left_out = sum(count > 1 for count in self._eval_failures.values())
+        if left_out > len(self._evaluating):
+            raise RolloutError(
+                f"evaluation: {left_out} held-out prompts failed, more than half; the last, "
+                f"prompt {task.prompt}: {last}",
+                details,
+            )
 
     def _feed(self) -> None:
         """Admit what the buffer allows, and hand tasks to free slots. Under the lock."""
@@ -477,7 +508,7 @@ class Rollouts:
         worst = float(gaps.max())
         self.mismatches[update.version] = worst, float(gaps.mean())
         first, _ = next(iter(self.mismatches.values()))
-        limit = 1e-3 if self.spec.dtype == "float32" else 10 * max(first, 1e-6)
+        limit = 1e-3 if self.spec.dtype == "float32" else min(1.0, 10 * max(first, 1e-6))
         if not worst <= limit:  # also true of NaN
             raise RolloutError(
                 f"trainer and engine disagree after the publish of version {update.version}: "
@@ -490,7 +521,11 @@ class Rollouts:
         self._feed()
 
     def _check_alive(self) -> None:
+        update = self._update
         for worker, heard in enumerate(self._heard):
+            if update and worker in update.paused and len(update.paused) < len(self.pipes):
+                self._heard[worker] = time.monotonic()  # it waits for the others: let it be silent
+                continue
             silent = time.monotonic() - heard
             if silent > self._limit:
                 held = len(self.dispatcher.held[worker])

@@ -204,7 +204,13 @@ class Run:
             else:
                 if self.log:
                     count = self.rollout.rollout_workers
-                    print(f"starting vLLM in {count} rollout process(es) ...", file=sys.stderr)
+                    print(
+                        f"{self.config.model}, {self.buffer.batch_size} x {self.buffer.group_size} "
+                        f"samples a step, alpha {self.buffer.alpha:g}, learning rate "
+                        f"{self.trainer.config.learning_rate:g}; starting vLLM in {count} "
+                        "rollout process(es) ...",
+                        file=sys.stderr,
+                    )
                 self.rollouts.start(self.cell.worker_devices, self.worker_threads)
         self.publisher.connect(self.rollouts, self.rollout.start_timeout)
         self.publish(self.version)
@@ -286,11 +292,13 @@ class Run:
                 for i in range(cell.node, count, cell.nodes)
             ]
             rewards = [s.reward for s in self.rollouts.evaluate(tasks, self.config.batch_timeout)]
-        mean = cell.sum(float(sum(rewards))) / count
-        solved = cell.sum(float(sum(r >= 1 for r in rewards))) / count
+            self.rollouts.take_seconds()  # not part of the next step's
+        scored = cell.sum(float(len(rewards)))  # a prompt whose reward failed twice is left out
+        mean = cell.sum(float(sum(rewards))) / scored
+        solved = cell.sum(float(sum(r >= 1 for r in rewards))) / scored
         self.t_eval = time.perf_counter() - start
         if self.log:
-            self.log.evaluation(self.version, mean, solved, count, self.t_eval)
+            self.log.evaluation(self.version, mean, solved, int(scored), self.t_eval)
 
     def save(self) -> None:
         """Write checkpoint-<step>. Samples in progress are not saved: they are generated again."""
@@ -330,9 +338,13 @@ def check(config: RunConfig, buffer: BufferConfig, algo: AlgoConfig) -> None:
     if not config.model:
         config.model = "Qwen/Qwen2.5-0.5B-Instruct" if torch.cuda.is_available() else "tiny"
     report.check_destinations(config.report_to)
-    if config.run_dir and Path(config.run_dir).is_file():
-        raise ValueError(f"--run_dir {config.run_dir} is a file, not a directory")
-    if config.run_dir and not config.resume and (Path(config.run_dir) / "config.json").exists():
+    path = Path(config.run_dir)
+    if any(part.is_file() for part in (path, *path.parents)):
+        raise ValueError(f"--run_dir {config.run_dir}: there is a file of that name")
+    metrics = path / "metrics.jsonl"
+    failed_early = metrics.exists() and not metrics.stat().st_size  # nothing is lost
+    held = config.run_dir and (path / "config.json").exists() and not failed_early
+    if held and not config.resume:
         raise ValueError(
             f"{config.run_dir} holds a run already: choose another --run_dir, or --resume it"
         )
@@ -377,6 +389,7 @@ def parse(argv: list[str]) -> list:
         (RunConfig, TrainerConfig, RolloutConfig, BufferConfig, EnvConfig, AlgoConfig),
         usage="train.py [SETTINGS.yaml] [flags]",
         description="Asynchronous RL for language models (ROLL Flash, arXiv 2510.11345).",
+        allow_abbrev=False,
     )
 
     def fail(message: str):
@@ -429,7 +442,8 @@ def main(argv: list[str] | None = None) -> int:
         code, message = 2, str(error)
     except RolloutError as error:
         code, message = 1, str(error)
-        print(error.details, file=sys.stderr)
+        if error.details:
+            print(error.details, file=sys.stderr)
     except NonFiniteError as error:
         code, message = 1, f"{error}; the batch is in {run.log and run.log.dump(error.samples)}"
     except KeyboardInterrupt:

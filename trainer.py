@@ -9,6 +9,7 @@ import math
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -50,7 +51,7 @@ class TrainerConfig:
 
     def __post_init__(self):
         for name in ("learning_rate", "lr_warmup"):
-            if not getattr(self, name) >= 0:  # also true of NaN
+            if not 0 <= getattr(self, name) < math.inf:  # also true of NaN
                 raise ValueError(f"--{name} must be 0 or more (got {getattr(self, name)})")
         for name in ("grad_clip", "micro_tokens", "bucket_mb"):
             if not getattr(self, name) > 0:
@@ -335,10 +336,11 @@ class Publisher:
             "dtype": str(trainer.dtype).removeprefix("torch."),
             "bucket_bytes": trainer.config.bucket_mb * 2**20,
         }
-        self.group = None  # trainer rank 0 has one
+        self.group, self.rollouts = None, None  # trainer rank 0 has both
 
     def connect(self, rollouts: Rollouts | None, timeout: float) -> None:
         """Join trainer rank 0 and every rollout rank of every node in one process group."""
+        self.rollouts = rollouts
         if rollouts is not None and rollouts.weight_group is not None:
             self.group = rollouts.weight_group  # the workers of an earlier run
             return
@@ -370,4 +372,16 @@ class Publisher:
                     parts.append(part.to(dtype).flatten())
             if self.group is not None:
                 flat = torch.cat(parts).to("cpu" if cell.wire == "gloo" else cell.device)
-                self.group.broadcast(flat, 0).wait()
+                self._broadcast(flat)
+
+    def _broadcast(self, flat: Tensor) -> None:
+        """Send one bucket; polled, so that Ctrl-C and a worker that is gone are noticed in time."""
+        work = self.group.broadcast(flat, 0)
+        while not work.is_completed():
+            self.rollouts.raise_error()
+            time.sleep(1e-4)
+        try:
+            work.wait()
+        except RuntimeError:  # a receiver is gone: its owner is about to know which, and why
+            self.rollouts.raise_error(within=6.0)
+            raise

@@ -204,8 +204,8 @@ class Worker:
         self.wake.clear()
 
     async def load_update(self, version: int, bucket_info: dict, probe_ids: list[int]) -> None:
-        """Pause, load, probe; then decode nothing until every worker has the new weights. Episodes
-        between two turns (rewards, environment steps) go on throughout."""
+        """Pause, load, probe; then decode nothing until every worker has the new weights. Rewards
+        that are being computed in threads go on throughout."""
         self.update = None
         if version < self.engine.version:
             raise ValueError(f"asked to load version {version}, holds {self.engine.version}")

@@ -41,6 +41,31 @@ class Broken(Addition):
     def reward(self, row, response):
         raise KeyError("no gold answer")
 
+def at_third_update(do):
+    """In the rollout process: let the third weight update go wrong while it is received."""
+    import sys
+    if "engine" in sys.modules:
+        from engine import BroadcastReceiver
+        receive = BroadcastReceiver.receive_weights
+        def wrong(self, info):
+            self.updates = getattr(self, "updates", 0) + 1
+            if self.updates == 3:
+                do()
+            receive(self, info)
+        BroadcastReceiver.receive_weights = wrong
+
+class DiesInUpdate(Odd):
+    def __init__(self, config, seed=0):
+        import os, signal
+        super().__init__(config, seed)
+        at_third_update(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+class HangsInUpdate(Odd):
+    def __init__(self, config, seed=0):
+        import time
+        super().__init__(config, seed)
+        at_third_update(lambda: time.sleep(3600))
+
 class Hanging(Addition):
     """Never comes back."""
     blocking = True

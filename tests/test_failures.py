@@ -142,6 +142,18 @@ def test_a_killed_trainer_takes_its_workers_along(start):
     assert run.ends(10) == -signal.SIGKILL
 
 
+def test_a_worker_that_dies_while_it_receives_weights_ends_the_run(start):
+    run = start("DiesInUpdate")
+    assert run.ends(240) == 1
+    assert run.last_line() == "train.py: rollout process 0 died (killed by SIGKILL)"
+
+
+def test_a_worker_that_hangs_while_it_receives_weights_ends_the_run(start):
+    run = start("HangsInUpdate", "--worker_timeout", "8")
+    assert run.ends(240) == 1
+    assert "rollout process 0 has not answered for 8 s" in run.last_line()
+
+
 BREAK_ONE_TENSOR = '''
 import sys
 import train, trainer

@@ -476,10 +476,18 @@ def test_when_most_groups_fail_the_run_ends_with_the_last_error():
     assert caught.value.details.startswith("Traceback")
 
 
-def test_an_evaluation_failure_names_the_held_out_prompt():
+def test_a_held_out_prompt_is_tried_again_then_left_out_and_too_many_end_the_run():
     owner = Owner()
-    with pytest.raises(RolloutError, match="held-out prompt 3: ValueError: no"):
-        owner.results(0, failures=[(RolloutTask(-1, 0, 3, 7, eval=True), "x\nValueError: no")])
+    first, second = (RolloutTask(-1, 0, prompt, 7, eval=True) for prompt in (3, 4))
+    owner.rollouts._evaluating = {first: None, second: None}
+    failure = [(first, "x\nValueError: no")]
+    owner.results(0, failures=failure)
+    assert first in owner.rollouts._evaluating  # once more
+    owner.results(0, failures=failure)
+    assert list(owner.rollouts._evaluating) == [second]
+    owner.results(0, failures=[(second, "x\nValueError: no")])
+    with pytest.raises(RolloutError, match="more than half; the last, prompt 4: ValueError: no"):
+        owner.results(0, failures=[(second, "x\nValueError: no")])
 
 
 def test_evaluation_goes_ahead_of_training_tasks_and_past_admission():
