@@ -176,23 +176,27 @@ class Run:
         self.publisher = Publisher(self.trainer)
         self.probe = probe_ids(self)
         self.rollouts = None
-        if cell.local_rank == 0:
-            spec = WorkerSpec(
-                rank=0,
-                model=base,
-                rollout=rollout,
-                env=env,
-                seed=config.seed,
-                max_tokens=self.max_tokens,
-                max_model_len=self.max_model_len,
-                dtype=self.dtype,
-                prefix_caching=not config.model.startswith("tiny"),
-                gpu_share=cell.gpu_share,
-            )
-            share = BufferConfig(buffer.batch_size // cell.nodes, buffer.group_size, buffer.alpha)
-            cursor, dropped = state.get("cells", [(0, {})] * cell.nodes)[cell.node]
-            samples = SampleBuffer(share, config.steps, self.version, cursor, dropped)
-            self.for_workers = spec, samples, self.rollout_task
+        self.for_workers = self._for_workers(base, env, state)
+
+    def _for_workers(self, base: str, env: EnvConfig, state: dict) -> tuple:
+        """What this node's `Rollouts` is made of: the workers' settings, the buffer, the tasks."""
+        cell, config, buffer = self.cell, self.config, self.buffer
+        spec = WorkerSpec(
+            rank=0,
+            model=base,
+            rollout=self.rollout,
+            env=env,
+            seed=config.seed,
+            max_tokens=self.max_tokens,
+            max_model_len=self.max_model_len,
+            dtype=self.dtype,
+            prefix_caching=not config.model.startswith("tiny"),  # its prompts are below a block
+            gpu_share=cell.gpu_share,
+        )
+        share = BufferConfig(buffer.batch_size // cell.nodes, buffer.group_size, buffer.alpha)
+        cursor, dropped = state.get("cells", [(0, {})] * cell.nodes)[cell.node]
+        samples = SampleBuffer(share, config.steps, self.version, cursor, dropped)
+        return spec, samples, self.rollout_task
 
     def start(self, rollouts: Rollouts | None = None) -> None:
         """Start the workers, or go on with those of an earlier run, and give them their first
