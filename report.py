@@ -19,6 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 SAMPLES_A_STEP = 2  # written to samples.jsonl
+WORKER_TIMES = ("decode", "episodes", "load", "commit", "idle")  # what a worker's time goes to
 
 
 def check_destinations(report_to: str) -> None:
@@ -166,7 +167,7 @@ def batch_metrics(run) -> dict:
         "t_wait": run.t_wait,
         "t_train": run.t_train,
         "t_publish": run.t_publish,
-        **{f"t_worker_{what}": spent / workers for what, spent in sorted(seconds.items())},
+        **{f"t_worker_{what}": seconds[what] / workers for what in WORKER_TIMES},
         "trainer_idle": run.t_wait / (run.t_wait + run.t_train + run.t_publish),
         "rollout_idle": seconds["idle"] / worker_time,
         "prompt_ids": [s.task.prompt for s in batch[:: run.buffer.group_size]],

@@ -36,7 +36,7 @@ import report
 from algos import AlgoConfig
 from buffer import BufferConfig, RolloutTask, Sample, SampleBuffer
 from envs import EnvConfig, encode_prompt, make_task, prompt_order
-from models import PRESETS, one_line_if_missing, resolve_model
+from models import PRESETS, byte_tokenizer, one_line_if_missing, resolve_model
 from rollout import RolloutConfig, RolloutError, Rollouts
 from trainer import STATE_FILE, Cell, NonFiniteError, Publisher, Trainer, TrainerConfig
 from worker import WorkerSpec
@@ -142,6 +142,12 @@ class Run:
         if buffer.batch_size % cell.nodes:
             raise ValueError(f"--batch_size must divide by the number of nodes ({cell.nodes})")
         state, resumed_from = load_checkpoint(config.resume, cell.nodes, buffer)
+        self.max_tokens = rollout.max_tokens or self.task.max_tokens
+        self.max_model_len = config.max_model_len or preset.max_model_len
+        made_here = config.model.startswith("tiny")
+        if made_here:  # its tokenizer is known before it is made: say early what does not fit
+            self.tokenizer = byte_tokenizer()
+            check_prompts(self)
         if cell.rank == 0:
             resolve_model(config.model, self.task, env.env)  # makes it, if it has to be made
         cell.barrier()
@@ -151,11 +157,11 @@ class Run:
         with one_line_if_missing(base):
             self.tokenizer = AutoTokenizer.from_pretrained(base)
             longest = getattr(AutoConfig.from_pretrained(base), "max_position_embeddings", 2**31)
-        self.max_model_len = config.max_model_len or min(preset.max_model_len, longest)
-        if self.max_model_len > longest:
-            raise ValueError(f"--max_model_len {self.max_model_len}, but the model takes {longest}")
-        self.max_tokens = rollout.max_tokens or self.task.max_tokens
-        check_prompts(self)
+        if config.max_model_len > longest:
+            raise ValueError(f"--max_model_len {config.max_model_len}: the model takes {longest}")
+        self.max_model_len = min(self.max_model_len, longest)
+        if not made_here:
+            check_prompts(self)
         # Phases that have the machine to themselves use all of it; otherwise a core a process.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         alone = buffer.alpha == 0
@@ -167,7 +173,7 @@ class Run:
         )  # fmt: skip
         if state:
             self.trainer.restore(state)
-        self.log = None
+        self.log, self.rollouts = None, None
         if cell.rank == 0:
             settings = [config, trainer, rollout, buffer, env, algo]
             self.log = report.Log(config, settings, env.env, state.get("version"))
@@ -175,7 +181,6 @@ class Run:
         self.wall, self.t_eval = state.get("wall", 0.0), 0.0
         self.publisher = Publisher(self.trainer)
         self.probe = probe_ids(self)
-        self.rollouts = None
         self.for_workers = self._for_workers(base, env, state)
 
     def _for_workers(self, base: str, env: EnvConfig, state: dict) -> tuple:
