@@ -121,6 +121,7 @@ def test_a_reward_that_always_raises_ends_the_run_with_its_traceback(start):
     assert "Traceback" in run.text() and "in reward" in run.text()
 
 
+@pytest.mark.slow
 def test_a_reward_that_hangs_ends_the_run(start):
     run = start("Hanging", "--env_timeout", "2")
     assert run.ends(240) == 1
@@ -135,6 +136,7 @@ def test_ctrl_c_ends_the_run_with_code_130(start):
     assert run.last_line().startswith("train.py: interrupted")
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_takes_its_workers_along(start):
     run = start("Odd")
     run.wait_for_step()
@@ -148,6 +150,7 @@ def test_a_worker_that_dies_while_it_receives_weights_ends_the_run(start):
     assert run.last_line() == "train.py: rollout process 0 died (killed by SIGKILL)"
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_while_it_receives_weights_ends_the_run(start):
     run = start("HangsInUpdate", "--worker_timeout", "8")
     assert run.ends(240) == 1
