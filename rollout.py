@@ -28,7 +28,7 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 
@@ -277,7 +277,7 @@ class Rollouts:
             self.version, self.mismatches = -1, {}
             self._said = [set() for _ in self.pipes]
             for worker in range(len(self.pipes)):
-                self._send(worker, "begin", WorkerSpec(**{**vars(spec), "rank": worker}))
+                self._send(worker, "begin", replace(spec, rank=worker))
         self._await_word("begun", self.config.start_timeout)
         with self._changed:
             self.spec, self.buffer, self.make_rollout_task = spec, buffer, make_rollout_task
@@ -289,7 +289,7 @@ class Rollouts:
         context = mp.get_context("spawn")
         for rank, visible in enumerate(devices):
             mine, theirs = context.Pipe()
-            spec = WorkerSpec(**{**vars(self.spec), "rank": rank})
+            spec = replace(self.spec, rank=rank)
             process = context.Process(
                 target=worker_main, args=(theirs, spec), name=f"rollout-{rank}", daemon=False
             )

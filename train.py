@@ -178,7 +178,7 @@ class Run:
             settings = [config, trainer, rollout, buffer, env, algo]
             self.log = report.Log(config, settings, env.env, state.get("version"))
         self.version = state.get("version", 0)
-        self.wall, self.t_eval = state.get("wall", 0.0), 0.0
+        self.wall = state.get("wall", 0.0)  # seconds, without evaluations
         self.publisher = Publisher(self.trainer)
         self.probe = probe_ids(self)
         self.for_workers = self._for_workers(base, env, state)
@@ -305,9 +305,9 @@ class Run:
         scored = cell.sum(float(len(rewards)))  # a prompt whose reward failed twice is left out
         mean = cell.sum(float(sum(rewards))) / scored
         solved = cell.sum(float(sum(r >= 1 for r in rewards))) / scored
-        self.t_eval = time.perf_counter() - start
         if self.log:
-            self.log.evaluation(self.version, mean, solved, int(scored), self.t_eval)
+            seconds = time.perf_counter() - start
+            self.log.evaluation(self.version, mean, solved, int(scored), seconds)
 
     def save(self) -> None:
         """Write checkpoint-<step>. Samples in progress are not saved: they are generated again."""
