@@ -27,6 +27,14 @@ class AlgoConfig:
     advantage: str = field(default="grpo", metadata={"help": "advantage estimator: grpo"})
     clip_low: float = field(default=0.2, metadata={"help": "ratio is clipped below 1 - clip_low"})
     clip_high: float = field(default=0.2, metadata={"help": "ratio is clipped above 1 + clip_high"})
+    truncated: str = field(
+        default="train",
+        metadata={
+            "help": "samples that a limit on tokens or turns has ended: train on them, or mask "
+            "their tokens (their reward still counts for the others of their group)",
+            "choices": ["train", "mask"],
+        },
+    )
     kl_coef: float = field(
         default=0.0, metadata={"help": "weight of the KL to the initial model; 0: no such model"}
     )
@@ -39,6 +47,8 @@ class AlgoConfig:
             raise ValueError(f"--advantage is one of {known} (got {self.advantage})")
         if not (0 < self.clip_low < 1 and self.clip_high > 0):  # also true of NaN
             raise ValueError("--clip_low lies between 0 and 1, --clip_high above 0")
+        if self.truncated not in ("train", "mask"):
+            raise ValueError(f"--truncated is train or mask (got {self.truncated})")
         if not self.kl_coef >= 0:
             raise ValueError(f"--kl_coef must be 0 or more (got {self.kl_coef})")
 

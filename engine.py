@@ -10,7 +10,8 @@ vLLM imports this module in every tensor-parallel worker because `Rank` is named
 
 import asyncio
 import itertools
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -26,6 +27,7 @@ from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from episode import Turn
 from rollout import cut_buckets, join_weight_group
 from worker import WorkerSpec
 
@@ -126,17 +128,13 @@ WeightTransferEngineFactory.register_engine("broadcast", BroadcastReceiver)
 
 
 @dataclass(eq=False)
-class Turn:
-    """One call of `Engine.generate`: what has been decoded of it so far."""
+class Running:
+    """A turn in the engine."""
 
-    prompt: list[int]
+    turn: Turn
     params: SamplingParams
     done: asyncio.Future
     request: str = ""
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    truncated: bool = False
 
 
 class Engine:
@@ -150,14 +148,14 @@ class Engine:
             # generator, which CPU generators cannot do: let every prompt go in whole.
             limits = {
                 "enable_chunked_prefill": False,
-                "max_num_batched_tokens": max(4096, spec.max_model_len),
+                "max_num_batched_tokens": max(4096, spec.limits.max_model_len),
                 "block_size": 32,
             }
         args = EngineArgs(
             model=spec.model,
             dtype=spec.dtype,
             seed=spec.seed,
-            max_model_len=spec.max_model_len,
+            max_model_len=spec.limits.max_model_len,
             max_num_seqs=spec.rollout.max_num_seqs,
             tensor_parallel_size=spec.rollout.tensor_parallel,
             enforce_eager=on_cpu,
@@ -175,60 +173,71 @@ class Engine:
         self.llm = LLMEngine.from_engine_args(args)
         assert not self.llm.vllm_config.scheduler_config.async_scheduling
         self._ids = itertools.count()
-        self.turns: dict[str, Turn] = {}
+        self.turns: dict[str, Running] = {}
         self.version = -1  # none until the first publish is committed
-        self.max_model_len = spec.max_model_len
         self.temperature = spec.rollout.temperature
-        self.tokens = 0
+        self.slots = spec.rollout.max_num_seqs
+        self.counts: Counter[str] = Counter()
+        self.wake = asyncio.Event()  # something to step has come, perhaps while the loop sleeps
         self.gate = asyncio.Event()  # closed while an update drains: no new turn starts
         self.gate.set()
 
-    async def generate(self, prompt: list[int], max_tokens: int, seed: int, stop_ids=()) -> Turn:
-        """Decode one turn after `prompt`; survives weight updates, aborts when cancelled."""
+    async def generate(self, turn: Turn) -> None:
+        """Decode one turn; survives weight updates, aborts when cancelled."""
         params = SamplingParams(
             temperature=self.temperature,
-            max_tokens=min(max_tokens, self.max_model_len - len(prompt)),
-            seed=seed,
-            stop_token_ids=list(stop_ids),
+            max_tokens=turn.max_tokens,
+            seed=turn.seed,
+            stop_token_ids=turn.stop_ids,
+            ignore_eos=turn.ignore_eos,
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             skip_clone=True,
         )
         await self.gate.wait()
-        turn = Turn(prompt, params, asyncio.get_running_loop().create_future())
-        self._submit(turn)
+        running = Running(turn, params, asyncio.get_running_loop().create_future())
+        self._submit(running)
         try:
-            await turn.done
+            await running.done
         except asyncio.CancelledError:
-            self._forget(turn)
+            self._forget(running)
             raise
-        return turn
 
-    def _submit(self, turn: Turn) -> None:
-        turn.request = str(next(self._ids))
-        self.turns[turn.request] = turn
-        self.llm.add_request(turn.request, {"prompt_token_ids": turn.prompt}, turn.params)
+    def _submit(self, running: Running) -> None:
+        running.request = str(next(self._ids))
+        self.turns[running.request] = running
+        prompt = {"prompt_token_ids": running.turn.prompt}
+        self.llm.add_request(running.request, prompt, running.params)
+        self.wake.set()
 
-    def _forget(self, turn: Turn) -> None:
-        if self.turns.pop(turn.request, None):
-            self.llm.abort_request([turn.request])
+    def _forget(self, running: Running) -> None:
+        if self.turns.pop(running.request, None):
+            self.llm.abort_request([running.request])
 
     def step(self) -> None:
         """One prefill or decode step of all running sequences."""
+        self.counts["engine_steps"] += 1
+        self.counts["steps_below_cap"] += len(self.turns) < self.slots
+        self.counts["slots_used"] += min(len(self.turns), self.slots)
         for output in self.llm.step():
-            turn, new = self.turns.get(output.request_id), output.outputs[0]
-            if turn is None or turn.done.done():  # the probe's, or cancelled a moment ago
+            running, new = self.turns.get(output.request_id), output.outputs[0]
+            if running is None or running.done.done():  # the probe's, or cancelled a moment ago
                 continue
+            turn = running.turn
             for token, position in zip(new.token_ids, new.logprobs, strict=True):
                 turn.ids.append(token)
                 turn.logprobs.append(position[token].logprob)
                 turn.versions.append(self.version)
-            self.tokens += len(new.token_ids)
+            self.counts["tokens"] += len(new.token_ids)
             if output.finished:
                 turn.truncated = new.finish_reason == "length"
                 del self.turns[output.request_id]
-                turn.done.set_result(None)
+                running.done.set_result(None)
+
+    def take_counts(self) -> Counter:
+        counts, self.counts = self.counts, Counter()
+        return counts
 
     def load_weights(self, bucket_info: dict, restart: bool) -> None:
         """Receive and load the weights that the trainer is broadcasting. Running sequences go back
@@ -238,10 +247,11 @@ class Engine:
         self.llm.collective_rpc("update_weights", args=(bucket_info,))
         self.llm.collective_rpc("finish_weight_update")
         if restart:
-            for turn in [turn for turn in self.turns.values() if turn.ids]:
-                self._forget(turn)
+            for running in [running for running in self.turns.values() if running.turn.ids]:
+                turn = running.turn
+                self._forget(running)
                 del turn.ids[:], turn.logprobs[:], turn.versions[:]
-                self._submit(turn)
+                self._submit(running)
         self.llm.reset_prefix_cache(reset_running_requests=True)
 
     def probe(self, ids: list[int]) -> list[float]:

@@ -1,32 +1,44 @@
-"""Tasks: where prompts come from and how a response is scored.
+"""Tasks and environments: where prompts come from, what answers a response, how it is scored.
 
-A single-turn task is one class with `train` and `test` rows and a `reward`. To add one, write a
-file with a subclass of `Task`, and name it on the command line: `--env my_task.py:MyTask`.
+There are two kinds, and both are named on the command line, also from a file of yours:
 
-The rewards here are 1.0 or 0.0, but any float is allowed. A reward that cannot be computed raises:
-a 0 in its place would teach the model that a right answer is wrong.
+    --env my_file.py:MyTask   a subclass of `Task`: rows with one response each, and a `reward`
+    --env my_file.py:MyGame   a subclass of `Env`: `reset` and `step`, in text, over several turns
+
+    class Echo(Env):                                 # repeat a letter three times
+        max_turns = 3
+
+        def reset(self, seed):
+            self.letter = chr(ord("a") + seed % 26)
+            return f"repeat {self.letter}", {}
+
+        def step(self, action):
+            right = action.strip() == self.letter
+            return "again", right / 3, not right, False, {}
+
+Rewards may be any finite float; a run reports those of 1.0 and more as solved. What cannot be
+judged raises: a 0 in its place would teach the model that a right answer is wrong.
 """
 
 from __future__ import annotations
 
 import ast
+import asyncio
 import importlib.util
-import json
-import logging
-import multiprocessing
+import inspect
 import operator
 import random
 import re
-import signal
 import sys
 from collections.abc import Iterable, Sequence
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 
 class Row(NamedTuple):
@@ -45,22 +57,72 @@ def setting(default, text: str):
 class EnvConfig:
     """Settings of the task."""
 
-    env: str = setting("addition", "addition, max3, countdown, gsm8k, math, or FILE.py:CLASS")
+    env: str = setting(
+        "addition",
+        "addition, max3, countdown, gsm8k, math, rg:TASK; of several turns: grid, frozenlake, "
+        "guess, gem:ID, textarena:ID, textworld; or FILE.py:CLASS",
+    )
     data: str | None = setting(None, "rows for gsm8k and math: JSONL file or hub data set[:config]")
     env_timeout: float = setting(30.0, "seconds that one reward or one env step may take")
     reward_procs: int = setting(1, "processes that check math answers, for each rollout worker")
+    env_latency: str = setting(
+        "",
+        "MEAN,STD: every env step takes max(0, N(mean, std)) seconds longer; with two more numbers "
+        "SHARE,FACTOR that share of the episodes is slower by that factor",
+    )
 
     def __post_init__(self) -> None:
+        Latency.parse(self.env_latency)
         if not 0 < self.env_timeout < float("inf"):
             raise ValueError(f"env_timeout must be a time above 0 seconds, got {self.env_timeout}")
         if self.reward_procs < 1:
             raise ValueError(f"reward_procs must be at least 1, got {self.reward_procs}")
 
+    @property
+    def latency(self) -> Latency:
+        return Latency.parse(self.env_latency)
+
+
+class Latency(NamedTuple):
+    """How much longer an env step takes, in seconds: for teaching and benchmarks."""
+
+    mean: float = 0.0
+    std: float = 0.0
+    share: float = 0.0  # of the episodes that are slower ...
+    factor: float = 1.0  # ... by this factor
+
+    @classmethod
+    @lru_cache
+    def parse(cls, text: str) -> Latency:
+        try:
+            latency = cls(*map(float, filter(None, text.split(","))))
+        except (TypeError, ValueError):
+            latency = cls(-1.0)
+        # Written so that NaN is refused too.
+        if not (all(0 <= x < float("inf") for x in latency) and latency.share <= 1):
+            raise ValueError(
+                f"env_latency is MEAN,STD or MEAN,STD,SHARE,FACTOR in seconds, got {text!r}"
+            )
+        return latency
+
+    def draw(self, seed: int, turn: int) -> float:
+        """The wait before a step; depends on the arguments only."""
+        if not (self.mean or self.std):
+            return 0.0
+        slow = np.random.default_rng(seed).random() < self.share
+        wait = max(0.0, np.random.default_rng((seed, turn)).normal(self.mean, self.std))
+        return wait * self.factor if slow else wait
+
+
+# -- what a task is ------------------------------------------------------------------------------
+
 
 class Task:
     """Base of single-turn tasks. A subclass sets `train` and `test`, and defines `reward`."""
 
+    max_turns: int = 1
     max_tokens: int = 8  # default response budget; --max_tokens overrides it
+    warmup_steps: int = 450  # of the supervised warm-up of the model `tiny`
     chat: bool = True  # render prompts with the model's chat template, where it has one
     stop: str | None = None  # text, one token of the model, that ends a response besides EOS
     # True: the reward runs in a thread, for at most env_timeout seconds.
@@ -79,8 +141,9 @@ class Task:
         """
         raise NotImplementedError(f"task {type(self).__name__} has no reward(row, response)")
 
-    def warmup(self, rng: random.Random) -> tuple[str, str]:
-        """Draw a (prompt, response) for the supervised warm-up of the model `tiny`."""
+    def warmup(self, rng: random.Random) -> list[tuple[str, str]]:
+        """Draw an episode for the supervised warm-up of the model `tiny`: what was said to the
+        model and what it answers, turn by turn."""
         raise ValueError(
             f"task {type(self).__name__} has no warm-up for --model tiny: "
             "define warmup(rng) in it, or use another model"
@@ -88,6 +151,141 @@ class Task:
 
     def close(self) -> None:
         """End the processes that the task has started."""
+
+    def length(self, seed: int, turn: int) -> int | None:
+        """How many tokens this turn of this sample is to have, EOS or not; None: what the model
+        makes of it. For benchmarks that need responses of known lengths."""
+        return None
+
+    # How an episode sees a task: as an environment of one step.
+
+    def make_env(self) -> SingleTurn:
+        return SingleTurn(self)
+
+    def first_text(self, row: Row) -> str:
+        """The prompt of a row."""
+        return row.prompt
+
+    def describe(self, row: Row, turn: int) -> str:
+        """Where something went wrong, for messages."""
+        return "the reward" if turn else "the prompt"
+
+    @property
+    def blocking_reset(self) -> bool:
+        return False
+
+    @property
+    def must_close(self) -> bool:
+        return False
+
+    @property
+    def source(self) -> str:
+        """The code that decides what the model `tiny` is warmed up on."""
+        return inspect.getsource(type(self))
+
+
+class SingleTurn:
+    """A row of a task, as an environment of one step."""
+
+    def __init__(self, task: Task):
+        self.task = task
+
+    def reset(self, row: Row) -> tuple[str, dict]:
+        self.row = row
+        return row.prompt, {}
+
+    def step(self, response: str) -> tuple[str, float, bool, bool, dict]:
+        return "", self.task.reward(self.row, response), True, False, {}
+
+
+class Env:
+    """Base of environments of several turns: text in, text out, Gymnasium's values.
+
+    One object plays one episode. `reset` and `step` may be `async def`. They run apart from
+    decoding, so they may take their time; what is not `blocking` should take microseconds.
+    """
+
+    max_turns: int = 10  # the episode ends there, as truncated; --max_turns overrides it
+    max_tokens: int = 16  # of a turn; --max_tokens overrides it
+    chat: bool = True  # render with the model's chat template, where it has one
+    stop: str | None = None  # text, one token of the model, that ends a turn besides EOS
+    blocking: bool = True  # run it in a thread (what is `async def` runs on a loop of its own)
+    warmup_steps: int = 450
+
+    def __init__(self, config: EnvConfig):
+        self.config = config
+
+    def reset(self, seed: int) -> tuple[str, dict]:
+        """Begin an episode that depends on the seed alone. Returns (observation, info)."""
+        raise NotImplementedError(f"environment {type(self).__name__} has no reset(seed)")
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        """Take the text of one turn (without EOS). Returns (observation, reward, terminated,
+        truncated, info); rewards of an episode are summed up."""
+        raise NotImplementedError(f"environment {type(self).__name__} has no step(action)")
+
+    def close(self) -> None:
+        """Give back what the episode has used, if that is anything."""
+
+    @classmethod
+    def length(cls, seed: int, turn: int) -> int | None:
+        """See `Task.length`."""
+        return None
+
+    @classmethod
+    def warmup(cls, rng: random.Random) -> list[tuple[str, str]]:
+        """Draw an episode as (observation, action) pairs, to warm up the model `tiny` on."""
+        raise ValueError(
+            f"environment {cls.__name__} has no warm-up for --model tiny: "
+            "define warmup(rng) in it, or use another model"
+        )
+
+
+class EnvTask(Task):
+    """An environment as a task: its rows are seeds, the n samples of a group play the same one."""
+
+    train, test = range(512, 512 + 8192), range(512)
+
+    def __init__(self, env_class: type[Env], config: EnvConfig, seed: int = 0):
+        super().__init__(config, seed)
+        self.env_class = env_class
+        for name in ("max_turns", "max_tokens", "chat", "stop", "blocking", "warmup_steps"):
+            setattr(self, name, getattr(env_class, name))
+        self.make_env().close()  # what is not installed, or has another name, is said now
+
+    def make_env(self) -> Env:
+        return self.env_class(self.config)
+
+    def first_text(self, row: int) -> str:
+        env = self.make_env()
+        said = env.reset(row)
+        said = asyncio.run(said) if inspect.isawaitable(said) else said
+        env.close()
+        return said[0]
+
+    def describe(self, row: int, turn: int) -> str:
+        return f"{self.config.env}, seed {row}, {f'step {turn}' if turn else 'reset'}"
+
+    def warmup(self, rng: random.Random) -> list[tuple[str, str]]:
+        return self.env_class.warmup(rng)
+
+    def length(self, seed: int, turn: int) -> int | None:
+        return self.env_class.length(seed, turn)
+
+    @property
+    def blocking_reset(self) -> bool:
+        return self.blocking
+
+    @property
+    def must_close(self) -> bool:
+        return self.env_class.close is not Env.close
+
+    @property
+    def source(self) -> str:
+        return inspect.getsource(self.env_class)
+
+
+# -- single-turn tasks ---------------------------------------------------------------------------
 
 
 def split(rows: Iterable[Row], seed: int, held_out: int | None = None) -> tuple[list, list]:
@@ -111,12 +309,12 @@ class Addition(Task):
     def reward(self, row: Row, response: str) -> float:
         return float(response == row.answer)
 
-    def warmup(self, rng: random.Random) -> tuple[str, str]:
+    def warmup(self, rng: random.Random) -> list[tuple[str, str]]:
         # Half the labels are wrong on purpose. The model then starts out like a pretrained one: the
         # right answer is its likeliest, but far from its only one, and RL has this to sharpen.
         row = rng.choice(self.train)
         offset = rng.choice((-20, -10, -2, -1, 1, 2, 10, 20)) if rng.random() < 0.5 else 0
-        return row.prompt, str(int(row.answer) + offset)
+        return [(row.prompt, str(int(row.answer) + offset))]
 
 
 class Max3(Task):
@@ -218,184 +416,55 @@ class Countdown(Task):
         return float(total == int(target) and all(used.count(n) <= given.count(n) for n in used))
 
 
-def boxed(text: str) -> str | None:
-    r"""Content of the last complete `\boxed{...}`: `so \boxed{\frac{1}{2}}.` → `\frac{1}{2}`."""
-    for match in reversed(list(re.finditer(r"\\boxed\s*\{", text))):
-        depth = 1
-        for i in range(match.end(), len(text)):
-            depth += (text[i] == "{") - (text[i] == "}")
-            if depth == 0:
-                return text[match.end() : i].strip()
-    return None
+# -- by name -------------------------------------------------------------------------------------
 
-
-def start_checker() -> None:
-    """Prepare a process of the reward pool: the slow import comes before any check's clock runs."""
-    import math_verify  # noqa: F401
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # else it warns of the None below
-
-
-def equivalent(gold: str, answer: str, limit: float) -> bool:
-    """Whether two LaTeX expressions are equal. Runs in a process of the reward pool.
-
-    An answer that cannot be read is not equal. Raises ValueError if the gold one cannot be read.
-    """
-    from math_verify import parse, verify
-
-    # The pool ends this process after `limit` seconds. If nobody is left to do so, the alarm does.
-    signal.setitimer(signal.ITIMER_REAL, limit + 5)
-    try:
-        # math-verify's own limits would take the alarm for themselves, and hold less well.
-        expected = parse(f"\\boxed{{{gold}}}", parsing_timeout=None)
-        if not expected:
-            raise ValueError(f"math-verify cannot read the gold answer {gold!r}")
-        given = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
-        return bool(verify(expected, given, timeout_seconds=None))
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-class MathTask(Task):
-    r"""Problems with one right expression, which the response has to give in `\boxed{}`.
-
-    Rows have a `question` or `problem`, and an `answer` (the part after `####`, where it has one)
-    or a `solution` (its last `\boxed{}`). Rows are held out from `test.jsonl` if the data file is
-    `train.jsonl` (or other names with these words) and it exists; otherwise see `split`.
-    """
-
-    max_tokens = 1024
-    check_seconds = 5.0  # a check that takes longer is ended, and the answer counts as wrong
-
-    def __init__(self, config: EnvConfig, seed: int = 0):
-        super().__init__(config, seed)
-        if not config.data:
-            raise ValueError(f"env {config.env} needs --data: a JSONL file or a hub data set")
-        if not all(map(importlib.util.find_spec, ("math_verify", "pebble"))):
-            raise ValueError(f"env {config.env} needs: pip install math-verify pebble")
-        import pebble
-
-        train, test = load_rows(config.data)
-        self.train, self.test = split(train, seed) if test is None else (train, test)
-        self._pool = pebble.ProcessPool(  # its processes start with the first check
-            max_workers=config.reward_procs,
-            initializer=start_checker,
-            context=multiprocessing.get_context("spawn"),
-        )
-
-    def reward(self, row: Row, response: str) -> float:
-        answer = boxed(response)
-        if answer is None:
-            return 0.0
-        gold, given = (re.sub(r"[,\s]|\\?\$", "", text) for text in (row.answer, answer))
-        if gold == given:
-            return 1.0
-        if all(re.fullmatch(r"-?[0-9]{1,18}", text) for text in (gold, given)):
-            return float(int(gold) == int(given))
-        return float(self._check(row.answer, answer))
-
-    def _check(self, gold: str, answer: str) -> bool:
-        patience = self.config.env_timeout
-        limit = min(self.check_seconds, patience)
-        future = self._pool.schedule(equivalent, args=(gold, answer, limit), timeout=limit)
-        try:
-            return future.result(timeout=patience)
-        except FutureTimeout as error:
-            if future.done():  # it had its time: \boxed{9^{9^{9^{9}}}}
-                return False
-            future.cancel()
-            raise TimeoutError(
-                f"waited {patience:g} s for a free process to check a math answer: "
-                "raise --reward_procs or --env_timeout"
-            ) from error
-
-    def close(self) -> None:
-        self._pool.stop()
-        self._pool.join()
-
-
-def load_rows(data: str) -> tuple[list[Row], list[Row] | None]:
-    """Read train rows, and test rows where there are some, from a JSONL file or the hub.
-
-    Raises ValueError with the file and line, or the data set and row, that is at fault.
-    """
-    path = Path(data).expanduser()
-    if path.is_file():
-        sibling = path.with_name(path.name.replace("train", "test"))
-        has_test = sibling != path and sibling.is_file()
-        return read_jsonl(path), read_jsonl(sibling) if has_test else None
-    if path.suffix in (".json", ".jsonl"):
-        raise ValueError(f"no such data file: {path}")
-    name, _, config = data.partition(":")
-    try:
-        import datasets
-
-        parts = datasets.load_dataset(name, config or None)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"no file {data}; a hub data set needs: pip install datasets") from error
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no file {data}, and no such data set on the hub: {error}") from error
-    if "train" not in parts:
-        raise ValueError(f"data set {data} has no split `train`: it has {', '.join(parts)}")
-    train, test = (
-        [math_row(record, f"{data} {part} row {i}") for i, record in enumerate(parts.get(part, ()))]
-        for part in ("train", "test")
-    )
-    return train, test or None
-
-
-def read_jsonl(path: Path) -> list[Row]:
-    rows = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        where = f"{path} line {number}"
-        if line.strip():
-            try:
-                rows.append(math_row(json.loads(line), where))
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise ValueError(f"{where} is not JSON: {error}") from error
-    return rows
-
-
-def math_row(record: object, where: str) -> Row:
-    if not isinstance(record, dict):
-        raise ValueError(f"{where} is no JSON object")
-    question = record.get("question", record.get("problem"))
-    if not isinstance(question, str) or not question.strip():
-        raise ValueError(f"{where} has no text in `question` or `problem`")
-    if record.get("answer") is not None:
-        answer = str(record["answer"]).rpartition("####")[2].strip()
-        gold = boxed(answer) or answer
-    else:
-        gold = boxed(str(record.get("solution")))
-    if not gold:
-        raise ValueError(f"{where} has no `answer`, and no `solution` with a \\boxed{{}} in it")
-    ask = "Reason step by step, and put the final answer in \\boxed{}."
-    return Row(f"{question}\n{ask}", gold)
-
-
-TASKS: dict[str, type[Task]] = {
+BUILT_IN: dict[str, type[Task]] = {
     "addition": Addition,
     "max3": Max3,
     "countdown": Countdown,
-    "gsm8k": MathTask,
-    "math": MathTask,
 }
+# Name or prefix -> the module (and class) that has it; imported only when asked for.
+ELSEWHERE = {
+    "grid": "games:Grid",
+    "frozenlake": "games:FrozenLake",
+    "guess": "games:Guess",
+    "gsm8k": "math_task:MathTask",
+    "math": "math_task:MathTask",
+    "textworld": "adapters:TextWorld",
+    "gem:": "adapters:Gem",
+    "textarena:": "adapters:TextArena",
+    "rg:": "adapters:ReasoningGym",
+}
+
+
+def require(package: str, env: str, install: str = "") -> None:
+    """Raise ValueError with what to install, unless the package is there."""
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f"env {env} needs: pip install {install or package}")
 
 
 def make_task(config: EnvConfig, seed: int = 0) -> Task:
     """Build the task that `config.env` names. Raises ValueError with one line if it cannot."""
-    task = (TASKS.get(config.env) or load_class(config.env))(config, seed)
+    name = config.env
+    found = BUILT_IN.get(name)
+    for key, place in ELSEWHERE.items():
+        if name == key or (key.endswith(":") and name.startswith(key) and name != key):
+            module, _, class_name = place.partition(":")
+            found = getattr(importlib.import_module(module), class_name)
+    found = found or load_class(name)
+    task = EnvTask(found, config, seed) if issubclass(found, Env) else found(config, seed)
     for part in ("train", "test"):
         if not len(getattr(task, part, ())):
-            raise ValueError(f"env {config.env} has no {part} rows in {config.data or 'its class'}")
+            raise ValueError(f"env {name} has no {part} rows in {config.data or 'its class'}")
     return task
 
 
-def load_class(name: str) -> type[Task]:
+def load_class(name: str) -> type[Task] | type[Env]:
     """Import the class of `path/file.py:Class`."""
     file, _, class_name = name.rpartition(":")
     if not file.endswith(".py") or not class_name:
-        raise ValueError(f"unknown env {name!r}: one of {', '.join(TASKS)}, or FILE.py:CLASS")
+        known = ", ".join([*BUILT_IN, *(f"{k}NAME" if k[-1] == ":" else k for k in ELSEWHERE)])
+        raise ValueError(f"unknown env {name!r}: one of {known}, or FILE.py:CLASS")
     path = Path(file).expanduser()
     if not path.is_file():
         raise ValueError(f"env {name!r}: no such file: {path}")
@@ -407,20 +476,36 @@ def load_class(name: str) -> type[Task]:
     except Exception as error:  # it is the user's file: whatever it raises, say where
         raise ValueError(f"env file {path}: {type(error).__name__}: {error}") from error
     found = getattr(module, class_name, None)
-    if not (isinstance(found, type) and issubclass(found, Task)):
-        what = "no subclass of envs.Task" if hasattr(module, class_name) else "not in the file"
+    if not (isinstance(found, type) and issubclass(found, Task | Env)):
+        what = "no subclass of envs.Task or envs.Env" if found else "not in the file"
         raise ValueError(f"env {name!r}: {class_name} is {what}")
     return found
 
 
-def encode_prompt(task: Task, row: Row, tokenizer) -> list[int]:
+# -- text to ids ---------------------------------------------------------------------------------
+
+SAID = "@what-the-model-said@"  # stands for a turn while a chat template is rendered around it
+
+
+def encode_prompt(task: Task, text: str, tokenizer) -> list[int]:
     """Token ids of a prompt, in the chat template if the task wants it and the model has one."""
     if not (task.chat and tokenizer.chat_template):
-        return tokenizer(row.prompt)["input_ids"]
-    messages = [{"role": "user", "content": row.prompt}]
+        return tokenizer(text)["input_ids"]
+    messages = [{"role": "user", "content": text}]
     # return_dict, since its default differs between versions of transformers.
     out = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
     return out["input_ids"]
+
+
+def encode_reply(task: Task, text: str, tokenizer) -> list[int]:
+    """Token ids of what follows a sampled turn: its end, what the environment says, and the opening
+    of the next turn. They do not depend on what was sampled, so no template can rewrite that."""
+    if not (task.chat and tokenizer.chat_template):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    roles = [("user", "-"), ("assistant", SAID), ("user", text)]
+    messages = [{"role": role, "content": content} for role, content in roles]
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return tokenizer(rendered.partition(SAID)[2], add_special_tokens=False)["input_ids"]
 
 
 def prompt_order(n: int, seed: int, index: int) -> int:

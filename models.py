@@ -13,7 +13,6 @@ import copy
 import hashlib
 import importlib.metadata
 import importlib.util
-import inspect
 import os
 import random
 import re
@@ -28,7 +27,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from envs import EnvConfig, Row, Task, encode_prompt, make_task
+from envs import EnvConfig, EnvTask, Task, encode_prompt, encode_reply, make_task
 
 CACHE = Path(__file__).parent / ".cache" / "models"
 
@@ -51,11 +50,10 @@ PRESETS: dict[str, Preset] = {
 PRESETS["tiny-untied"] = PRESETS["tiny"]
 
 PAD, START, END = SPECIALS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role[0] }}:{{ m.content }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>a:{% endif %}"
+CHAT_TEMPLATE = (  # as short as can be: at this size every token of a prompt costs time
+    "{% for m in messages %}{% if m.role != 'assistant' %}<|im_start|>{% endif %}"
+    "{{ m.content }}<|im_end|>{% endfor %}"
 )
-WARMUP_STEPS = 450
 
 
 def resolve_model(
@@ -63,7 +61,7 @@ def resolve_model(
     task: Task,
     env_name: str,
     cache_dir: Path | None = None,
-    warmup_steps: int = WARMUP_STEPS,
+    warmup_steps: int | None = None,
 ) -> str:
     """Turn a `--model` value into a directory or hub name that transformers and vLLM load.
 
@@ -72,7 +70,8 @@ def resolve_model(
     """
     cache = cache_dir or CACHE
     if name in ("tiny", "tiny-untied"):
-        sources = Path(__file__).read_text() + inspect.getsource(type(task))
+        warmup_steps = task.warmup_steps if warmup_steps is None else warmup_steps
+        sources = Path(__file__).read_text() + task.source
         key = hashlib.sha256(f"{sources} {task.seed} {warmup_steps}".encode()).hexdigest()[:12]
         target = cache / f"{name}-{re.sub(r'[^A-Za-z0-9]+', '-', env_name)}-{key}"
         return cached(target, lambda path: make_tiny(path, task, name == "tiny", warmup_steps))
@@ -174,13 +173,22 @@ def warm_up(model, tokenizer, task: Task, steps: int) -> None:
     rate = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / 50, (steps - step) / max(1, 0.3 * steps))
     )
-    prompts: dict[str, list[int]] = {}  # a lookup is faster than to render a chat template
+    known: dict[tuple, list[int]] = {}  # a lookup is faster than to render a chat template
+
+    def encode(call: Callable, text: str) -> list[int]:
+        if (call, text) not in known:
+            known[call, text] = call(task, text, tokenizer)
+        return known[call, text]
 
     def example() -> tuple[list[int], list[int]]:
-        prompt, response = task.warmup(rng)
-        if prompt not in prompts:
-            prompts[prompt] = encode_prompt(task, Row(prompt, ""), tokenizer)
-        return prompts[prompt], [*tokenizer(response)["input_ids"], tokenizer.eos_token_id]
+        """Ids of an episode, and its labels: -100 for what the model does not say."""
+        ids, labels = [], []
+        for text, answer in task.warmup(rng):
+            said = encode(encode_reply, text)[1:] if ids else encode(encode_prompt, text)
+            answer = [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
+            ids += said + answer
+            labels += [-100] * len(said) + answer
+        return ids, labels
 
     bar = tqdm(
         range(steps),
@@ -189,12 +197,12 @@ def warm_up(model, tokenizer, task: Task, steps: int) -> None:
         mininterval=0.1 if sys.stderr.isatty() else 10,  # a file is no place for a bar in motion
     )
     for _ in bar:
-        batch = [example() for _ in range(64)]
-        ids = [torch.tensor(prompt + response) for prompt, response in batch]
-        ids = torch.nn.utils.rnn.pad_sequence(ids, True, tokenizer.pad_token_id)  # [64, L]
-        labels = torch.full_like(ids, -100)
-        for row, (prompt, response) in zip(labels, batch, strict=True):
-            row[len(prompt) : len(prompt) + len(response)] = torch.tensor(response)
+        batch = [example()]
+        while len(batch) < 64 and sum(len(row) for row, _ in batch) < 2048:
+            batch.append(example())
+        pad = torch.nn.utils.rnn.pad_sequence
+        ids = pad([torch.tensor(row) for row, _ in batch], True, tokenizer.pad_token_id)  # [64, L]
+        labels = pad([torch.tensor(row) for _, row in batch], True, -100)
         # No attention mask: the padding is on the right, where causal attention does not look.
         loss = model(input_ids=ids, labels=labels).loss
         optimizer.zero_grad()
@@ -238,7 +246,7 @@ def convert_smollm2(path: Path) -> None:
 
 
 @torch.no_grad()
-def accuracy(model, tokenizer, task: Task, rows: list[Row], temperature: float) -> float:
+def accuracy(model, tokenizer, task: Task, rows: list, temperature: float) -> float:
     """Mean reward of one response a row; temperature 0 is greedy."""
     stops = [tokenizer.eos_token_id]
     if task.stop:
@@ -247,7 +255,7 @@ def accuracy(model, tokenizer, task: Task, rows: list[Row], temperature: float) 
     rewards = []
     for start in tqdm(range(0, len(rows), 64), desc=f"T={temperature:g}", leave=False):
         chunk = rows[start : start + 64]
-        prompts = [{"input_ids": encode_prompt(task, row, tokenizer)} for row in chunk]
+        prompts = [{"input_ids": encode_prompt(task, row.prompt, tokenizer)} for row in chunk]
         batch = tokenizer.pad(prompts, padding_side="left", return_tensors="pt")
         out = model.generate(
             **batch,
@@ -277,6 +285,9 @@ def main() -> None:
     start = time.perf_counter()
     path = resolve_model(args.model, task, args.env)
     print(f"{path} ({time.perf_counter() - start:.0f} s)")
+    if isinstance(task, EnvTask):
+        print("what it wins is measured by train.py: held-out seeds, at version 0")
+        return
     torch.manual_seed(args.seed)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(path)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from buffer import Sample
 
-PACK_LIMIT = 1024  # tokens; the mask of a packed row is quadratic, so long ones stay plain
+PACK_LIMIT = 512  # tokens; the mask of a packed row is quadratic, so long ones stay plain
 
 
 class Packed(NamedTuple):

@@ -148,9 +148,10 @@ def batch_metrics(run) -> dict:
     batch, at = run.batch, run.version - 1
     rewards = np.array([s.reward for s in batch])
     stale = np.array([s.staleness(at) for s in batch])
-    seconds, buffer = run.rollouts.take_seconds(), run.rollouts.buffer
-    made, workers = seconds.pop("tokens", 0), run.rollout.rollout_workers
-    worker_time = sum(seconds.values()) or 1.0
+    counts, buffer = run.rollouts.take_counts(), run.rollouts.buffer
+    workers = run.rollout.rollout_workers
+    worker_time = sum(counts[what] for what in WORKER_TIMES) or 1.0
+    engine_steps = counts["engine_steps"] or 1
     dropped = Counter(buffer.dropped.values())
     return {
         "reward_mean": float(rewards.mean()),
@@ -160,16 +161,25 @@ def batch_metrics(run) -> dict:
         "staleness_mean": float(stale.mean()),
         "staleness_max": int(stale.max()),
         "tokens": int(sum(s.mask.sum() for s in batch)),
-        "tokens_made": made,
+        "tokens_made": counts["tokens"],
         "samples": len(batch),
+        "length_mean": float(np.mean([s.mask.sum() for s in batch])),
+        "turns_mean": float(np.mean([len(s.turns) for s in batch])),
         "truncated": float(np.mean([s.truncated for s in batch])),
         **{f"dropped_{why}": dropped[why] for why in ("filtered", "stale", "failed", "redundant")},
+        # What was thrown away unfinished or too old, against what is trained on: the bias of
+        # `ready` and of redundancy. Lengths are of what had been sampled by then.
+        "lost_samples": counts["lost_samples"],
+        "lost_length_mean": counts["lost_tokens"] / (counts["lost_samples"] or 1),
+        "lost_reward_mean": counts["lost_reward"] / (counts["lost_finished"] or 1),
         "t_wait": run.t_wait,
         "t_train": run.t_train,
         "t_publish": run.t_publish,
-        **{f"t_worker_{what}": seconds[what] / workers for what in WORKER_TIMES},
+        **{f"t_worker_{what}": counts[what] / workers for what in WORKER_TIMES},
+        "slots_used": counts["slots_used"] / engine_steps,
+        "steps_below_cap": counts["steps_below_cap"] / engine_steps,
         "trainer_idle": run.t_wait / (run.t_wait + run.t_train + run.t_publish),
-        "rollout_idle": seconds["idle"] / worker_time,
+        "rollout_idle": counts["idle"] / worker_time,
         "prompt_ids": [s.task.prompt for s in batch[:: run.buffer.group_size]],
     }
 

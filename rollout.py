@@ -46,7 +46,19 @@ class RolloutConfig:
     rollout_workers: int = field(default=1, metadata={"help": "vLLM processes a node"})
     tensor_parallel: int = field(default=1, metadata={"help": "GPUs a rollout process"})
     max_num_seqs: int = field(default=128, metadata={"help": "sequences a worker decodes at once"})
-    max_tokens: int = field(default=0, metadata={"help": "response tokens; 0: the task's default"})
+    tasks_per_worker: int = field(
+        default=0,
+        metadata={
+            "help": "episodes a worker has in hand; 0: an eighth more than max_num_seqs, and up to "
+            "four times as many as long as its engine has free places while tasks are waiting"
+        },
+    )
+    max_tokens: int = field(
+        default=0, metadata={"help": "tokens of a response or turn; 0: the task's default"}
+    )
+    max_turns: int = field(
+        default=0, metadata={"help": "turns of an episode; 0: the environment's default"}
+    )
     temperature: float = field(default=1.0, metadata={"help": "sampling temperature in training"})
     on_update: str = field(
         default="resume",
@@ -66,8 +78,9 @@ class RolloutConfig:
     def __post_init__(self):
         if self.rollout_workers < 1 or self.tensor_parallel < 1 or self.max_num_seqs < 1:
             raise ValueError("--rollout_workers, --tensor_parallel, --max_num_seqs: at least 1")
-        if self.max_tokens < 0:
-            raise ValueError(f"--max_tokens must be 0 (the task's) or more (got {self.max_tokens})")
+        for name in ("max_tokens", "max_turns", "tasks_per_worker"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"--{name} must be 0 or more (got {getattr(self, name)})")
         for name in ("temperature", "worker_timeout", "start_timeout"):
             if not 0 < getattr(self, name) < math.inf:  # also true of NaN
                 raise ValueError(f"--{name} must be above 0 (got {getattr(self, name)})")
@@ -140,10 +153,16 @@ def join_weight_group(
 class Dispatcher:
     """Which worker runs which task: one queue, and the emptiest worker takes the next task."""
 
-    def __init__(self, workers: int, slots: int):
+    message = "tasks"  # what a worker is told to do with them
+
+    def __init__(self, workers: int, places: int, fixed: int = 0):
+        """`places`: sequences that a worker's engine decodes at once; `fixed`: tasks that it has
+        at a time, if their number is not to be found here."""
         self.queue: deque[RolloutTask] = deque()
         self.held: list[set[RolloutTask]] = [set() for _ in range(workers)]
-        self.slots = slots
+        self.slots = fixed or places + max(1, places // 8)  # when one ends, the next is there
+        self._widest = fixed or 4 * places
+        self._ended: set[int] = set()  # groups whose queued tasks are skipped
 
     def assign(self) -> dict[int, list[RolloutTask]]:
         """Hand queued tasks to free slots; returns the new tasks of each worker."""
@@ -153,18 +172,23 @@ class Dispatcher:
             if len(self.held[worker]) >= self.slots:
                 break
             task = self.queue.popleft()
-            self.held[worker].add(task)
-            given.setdefault(worker, []).append(task)
+            if task.group not in self._ended:
+                self.held[worker].add(task)
+                given.setdefault(worker, []).append(task)
         return given
+
+    def widen(self) -> None:
+        """An engine had places to fill while tasks were waiting here: its episodes end too fast, or
+        are at their environments. Few tasks at a time balance workers better, so not before."""
+        self.slots = min(self._widest, self.slots + max(1, self.slots // 4))
 
     def cancel(self, group: int) -> dict[int, list[RolloutTask]]:
         """Forget the tasks of a group; returns those that workers still have to stop."""
-        self.queue = deque(task for task in self.queue if task.group != group)
+        self._ended.add(group)  # whoever takes them from the queue looks: no search through it here
         stop = {}
         for worker, held in enumerate(self.held):
-            mine = [task for task in held if task.group == group]
-            held.difference_update(mine)
-            if mine:
+            if mine := [task for task in held if task.group == group]:
+                held.difference_update(mine)
                 stop[worker] = mine
         return stop
 
@@ -245,19 +269,20 @@ class Rollouts:
     state is behind one lock; `_changed` tells waiting callers that there is something new.
     """
 
-    def __init__(self, spec: WorkerSpec, buffer: SampleBuffer, make_rollout_task):
+    def __init__(
+        self, spec: WorkerSpec, buffer: SampleBuffer, make_rollout_task, dispatcher=Dispatcher
+    ):
         self.spec, self.config, self.buffer = spec, spec.rollout, buffer
         self.make_rollout_task = make_rollout_task  # (admission index, sample) -> RolloutTask
-        workers, slots = self.config.rollout_workers, self.config.max_num_seqs
-        # A few more tasks than sequences: the next one is there when one ends.
-        self.dispatcher = Dispatcher(workers, slots + max(1, slots // 8))
+        workers = self.config.rollout_workers
+        self.dispatcher = dispatcher(workers, *self._places())
         self.processes: list[mp.Process] = []
         self.pipes: list[Connection] = []
         self.error: RolloutError | None = None
         self.version = -1  # committed on every worker of this node
         self.mismatches: dict[int, tuple[float, float]] = {}  # of each version's probe: max, mean
         self.weight_group = None  # trainer rank 0 keeps its end of it here
-        self.seconds: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # the workers': seconds by kind, tokens, ...
         self._said: list[set[str]] = [set() for _ in range(workers)]
         self._heard = [time.monotonic()] * workers
         self._update: Update | None = None
@@ -269,7 +294,12 @@ class Rollouts:
         self._thread = threading.Thread(target=self._own, name="rollout owner", daemon=True)
         self._limit = self.config.start_timeout
 
-    def begin(self, spec: WorkerSpec, buffer: SampleBuffer, make_rollout_task) -> None:
+    def _places(self) -> tuple[int, int]:
+        return self.config.max_num_seqs, self.config.tasks_per_worker
+
+    def begin(
+        self, spec: WorkerSpec, buffer: SampleBuffer, make_rollout_task, dispatcher=Dispatcher
+    ) -> None:
         """Serve another run with the same engines (the model's shape and limits stay): whatever is
         in progress is cancelled, and no version is held until the next publish."""
         self.wait_committed()
@@ -281,8 +311,9 @@ class Rollouts:
         self._await_word("begun", self.config.start_timeout)
         with self._changed:
             self.spec, self.buffer, self.make_rollout_task = spec, buffer, make_rollout_task
-            self.dispatcher = Dispatcher(len(self.pipes), self.dispatcher.slots)
-            self.seconds, self._evaluating = Counter(), {}
+            self.config = spec.rollout
+            self.dispatcher = dispatcher(len(self.pipes), *self._places())
+            self.counts, self._evaluating = Counter(), {}
 
     def start(self, devices: list[str | None], threads: int) -> None:
         """Spawn the workers and wait until each has its engine."""
@@ -328,7 +359,9 @@ class Rollouts:
         """The next batch; waits for it while workers generate."""
         self._await(self.buffer.batch_ready, self.buffer.pending, timeout)
         with self._changed:
-            return self.buffer.pop_batch()
+            batch = self.buffer.pop_batch()
+            self._stop_closed()
+            return batch
 
     def publish(self, version: int, bucket_info: dict, probe_ids: list[int], reference, send):
         """Pause all workers, call `send` (which broadcasts the buckets), and return. Loading, the
@@ -336,6 +369,8 @@ class Rollouts:
         self.wait_committed()
         with self._changed:
             update = self._update = Update(version, np.asarray(reference))
+            self.buffer.expect(version)
+            self._stop_closed()
         for worker in range(len(self.pipes)):
             self._send(worker, "update", version, bucket_info, probe_ids)
         everyone = len(self.pipes)
@@ -378,11 +413,13 @@ class Rollouts:
             if self.error:
                 raise self.error
 
-    def take_seconds(self) -> Counter:
-        """Worker seconds by what they went to, and tokens made, since the last call."""
+    def take_counts(self) -> Counter:
+        """What the workers have counted since the last call, and what the buffer threw away."""
         with self._changed:
-            seconds, self.seconds = self.seconds, Counter()
-        return seconds
+            counts, self.counts = self.counts, Counter()
+            lost, self.buffer.lost = self.buffer.lost, Counter()
+        counts.update({f"lost_{what}": value for what, value in lost.items()})
+        return counts
 
     def close(self) -> None:
         """End every worker and its children; also when one no longer answers."""
@@ -442,8 +479,10 @@ class Rollouts:
                     self._commit()
             self._changed.notify_all()
 
-    def _take_results(self, worker: int, samples: list, failures: list, seconds: dict) -> None:
-        self.seconds.update(seconds)
+    def _take_results(self, worker: int, samples: list, failures: list, too_old: list, counts):
+        self.counts.update(counts)
+        if counts.get("steps_below_cap") and self.dispatcher.queue:
+            self.dispatcher.widen()
         held = self.dispatcher.held[worker]
         for sample in samples:
             held.discard(sample.task)
@@ -454,26 +493,39 @@ class Rollouts:
         for task, details in failures:
             held.discard(task)
             self._take_failure(task, details)
+        for task in too_old:
+            held.discard(task)
+            self.buffer.drop_if_open(task.group, "stale")
+        if self.buffer.hopeless():
+            count = self.buffer.count_dropped("filtered")
+            raise RolloutError(
+                f"filtering found no signal: {count} groups dropped, --filter_limit "
+                f"{self.buffer.config.filter_limit:g} batches' worth of them since the last batch "
+                "(the task is too easy or too hard for the model)"
+            )
+        self._stop_closed()
         self._feed()
+
+    def _stop_closed(self) -> None:
+        """Cancel what is still running for groups that have ended: losers of a race, and the rest
+        of dropped groups. Under the lock."""
+        for group in self.buffer.take_closed():
+            for worker, tasks in self.dispatcher.cancel(group).items():
+                self._send(worker, "cancel", tasks)
 
     def _take_failure(self, task: RolloutTask, details: str) -> None:
         last = cause(details)
         if task.eval:
             self._take_eval_failure(task, last, details)
-            return
-        known = self.buffer.wants(task)
-        if self.buffer.fail(task):
+        elif self.buffer.fail(task):
             self.dispatcher.queue.appendleft(task)
-        elif known:
-            for worker, tasks in self.dispatcher.cancel(task.group).items():
-                self._send(worker, "cancel", tasks)
-            if self.buffer.too_many_failed():
-                dropped = self.buffer.count_dropped("failed")
-                raise RolloutError(
-                    f"{dropped} groups failed, more than half of those that ended; the last, "
-                    f"prompt {task.prompt}: {last}",
-                    details,
-                )
+        elif self.buffer.too_many_failed():
+            dropped = self.buffer.count_dropped("failed")
+            raise RolloutError(
+                f"{dropped} groups failed, more than half of those that ended; the last, "
+                f"prompt {task.prompt}: {last}",
+                details,
+            )
 
     def _take_eval_failure(self, task: RolloutTask, last: str, details: str) -> None:
         """Try a held-out prompt once more, then leave it out; too many of those end the run."""
@@ -494,12 +546,13 @@ class Rollouts:
         """Admit what the buffer allows, and hand tasks to free slots. Under the lock."""
         if self.version < 0:
             return
+        size = self.buffer.config.group_size + self.buffer.config.redundant_samples
         for group in self.buffer.admit():
             self.dispatcher.queue.extend(
-                self.make_rollout_task(group.index, i) for i in range(self.buffer.config.group_size)
+                self.make_rollout_task(group.index, i) for i in range(size)
             )
         for worker, tasks in self.dispatcher.assign().items():
-            self._send(worker, "tasks", tasks)
+            self._send(worker, self.dispatcher.message, tasks)
 
     def _commit(self) -> None:
         """Every worker has loaded: compare the probes, then let decoding and admission go on."""

@@ -20,10 +20,11 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import math
 import signal
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,10 +35,11 @@ from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
 
 import report
 from algos import AlgoConfig
-from buffer import BufferConfig, RolloutTask, Sample, SampleBuffer
-from envs import EnvConfig, encode_prompt, make_task, prompt_order
+from buffer import BufferConfig, RolloutTask, Sample, SampleBuffer, derive_seed
+from envs import EnvConfig, EnvTask, encode_prompt, make_task, prompt_order
+from episode import Limits
 from models import PRESETS, byte_tokenizer, one_line_if_missing, resolve_model
-from rollout import RolloutConfig, RolloutError, Rollouts
+from rollout import Dispatcher, RolloutConfig, RolloutError, Rollouts
 from trainer import STATE_FILE, Cell, NonFiniteError, Publisher, Trainer, TrainerConfig
 from worker import WorkerSpec
 
@@ -139,8 +141,11 @@ class Run:
         buffer.batch_size = buffer.batch_size or preset.batch_size
         config.eval_prompts = config.eval_prompts or preset.eval_prompts
         self.cell = cell = Cell(rollout)
-        if buffer.batch_size % cell.nodes:
-            raise ValueError(f"--batch_size must divide by the number of nodes ({cell.nodes})")
+        if buffer.batch_size % cell.nodes or buffer.redundant_groups % cell.nodes:
+            raise ValueError(
+                f"--batch_size and --redundant_groups must divide by the number of nodes "
+                f"({cell.nodes})"
+            )
         state, resumed_from = load_checkpoint(config.resume, cell.nodes, buffer)
         self.max_tokens = rollout.max_tokens or self.task.max_tokens
         self.max_model_len = config.max_model_len or preset.max_model_len
@@ -192,24 +197,33 @@ class Run:
             rollout=self.rollout,
             env=env,
             seed=config.seed,
-            max_tokens=self.max_tokens,
-            max_model_len=self.max_model_len,
+            limits=Limits(
+                self.max_tokens,
+                self.rollout.max_turns or self.task.max_turns,
+                self.max_model_len,
+                math.ceil(buffer.alpha) if buffer.consume == "ready" else math.inf,
+            ),
             dtype=self.dtype,
-            prefix_caching=not config.model.startswith("tiny"),  # its prompts are below a block
+            # The prompts of the tiny model's single-turn tasks are shorter than a block.
+            prefix_caching=self.task.max_turns > 1 or not config.model.startswith("tiny"),
             gpu_share=cell.gpu_share,
         )
-        share = BufferConfig(buffer.batch_size // cell.nodes, buffer.group_size, buffer.alpha)
-        cursor, dropped = state.get("cells", [(0, {})] * cell.nodes)[cell.node]
-        samples = SampleBuffer(share, config.steps, self.version, cursor, dropped)
+        share = replace(
+            buffer,
+            batch_size=buffer.batch_size // cell.nodes,
+            redundant_groups=buffer.redundant_groups // cell.nodes,
+        )
+        progress = state.get("cells", [{}] * cell.nodes)[cell.node]
+        samples = SampleBuffer(share, config.steps, self.version, **progress)
         return spec, samples, self.rollout_task
 
-    def start(self, rollouts: Rollouts | None = None) -> None:
+    def start(self, rollouts: Rollouts | None = None, dispatcher: type = Dispatcher) -> None:
         """Start the workers, or go on with those of an earlier run, and give them their first
         weights: of version 0, or the checkpoint's."""
         if self.cell.local_rank == 0:
-            self.rollouts = rollouts or Rollouts(*self.for_workers)
+            self.rollouts = rollouts or Rollouts(*self.for_workers, dispatcher)
             if rollouts:
-                rollouts.begin(*self.for_workers)
+                rollouts.begin(*self.for_workers, dispatcher)
             else:
                 if self.log:
                     count = self.rollout.rollout_workers
@@ -301,7 +315,7 @@ class Run:
                 for i in range(cell.node, count, cell.nodes)
             ]
             rewards = [s.reward for s in self.rollouts.evaluate(tasks, self.config.batch_timeout)]
-            self.rollouts.take_seconds()  # not part of the next step's
+            self.rollouts.take_counts()  # not part of the next step's
         scored = cell.sum(float(len(rewards)))  # a prompt whose reward failed twice is left out
         mean = cell.sum(float(sum(rewards))) / scored
         solved = cell.sum(float(sum(r >= 1 for r in rewards))) / scored
@@ -313,7 +327,7 @@ class Run:
         """Write checkpoint-<step>. Samples in progress are not saved: they are generated again."""
         self.wait_committed()
         buffer = self.rollouts and self.rollouts.buffer
-        mine = buffer and (buffer.cursor(), buffer.dropped_before(buffer.cursor()))
+        mine = buffer and buffer.progress()
         cells = self.cell.gather_cells(mine)
         directory = self.cell.from_rank_zero(self.log and str(self.log.dir))
         batch = self.buffer.batch_size, self.buffer.group_size
@@ -322,15 +336,10 @@ class Run:
         self.trainer.save(path, self.tokenizer, progress)
 
 
-def derive_seed(*parts: int) -> int:
-    """A sampling seed that depends on all parts and on nothing else (31 bits)."""
-    return int(np.random.SeedSequence(parts).generate_state(1)[0] >> 1)
-
-
 def probe_ids(run: Run) -> list[int]:
     """The fixed sequence that trainer and engine both score at every publish: a real prompt, then
     random tokens, so that many rows of the embedding count."""
-    prompt = encode_prompt(run.task, run.task.train[0], run.tokenizer)[:32]
+    prompt = encode_prompt(run.task, run.task.first_text(run.task.train[0]), run.tokenizer)[:32]
     noise = np.random.default_rng(0).integers(len(run.tokenizer), size=32).tolist()
     return (prompt + noise)[: run.max_model_len - 1]
 
@@ -361,15 +370,18 @@ def check(config: RunConfig, buffer: BufferConfig, algo: AlgoConfig) -> None:
 
 def check_prompts(run: Run) -> None:
     """Every prompt has to leave room for a response; data sets are read as far as the run goes."""
-    used = min(run.config.steps * run.buffer.batch_size, len(run.task.train))
-    places = [prompt_order(len(run.task.train), run.config.seed, i) for i in range(used)]
-    rows = [run.task.train[i] for i in places] + list(run.task.test[: run.config.eval_prompts])
+    rows = list(run.task.train[:1])  # of an environment one is enough: they may be slow to reset
+    if not isinstance(run.task, EnvTask):
+        used = min(run.config.steps * run.buffer.batch_size, len(run.task.train))
+        places = [prompt_order(len(run.task.train), run.config.seed, i) for i in range(used)]
+        rows = [run.task.train[i] for i in places] + list(run.task.test[: run.config.eval_prompts])
     for row in rows:
-        length = len(encode_prompt(run.task, row, run.tokenizer))
+        text = run.task.first_text(row)
+        length = len(encode_prompt(run.task, text, run.tokenizer))
         if length + run.max_tokens > run.max_model_len:
             raise ValueError(
                 f"a prompt of {length} tokens and a response of --max_tokens {run.max_tokens} do "
-                f"not fit into --max_model_len {run.max_model_len}: {row.prompt[:50]!r}..."
+                f"not fit into --max_model_len {run.max_model_len}: {text[:50]!r}..."
             )
 
 

@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -204,6 +204,8 @@ class Trainer:
         node, each takes its share). Returns metrics of the whole batch."""
         rewards = torch.tensor([s.reward for s in samples]).view(-1, self.group_size)  # [G, n]
         advantages = algos.ADVANTAGES[self.algo.advantage](rewards).flatten()  # [G * n]
+        if self.algo.truncated == "mask":
+            samples = [replace(s, mask=s.mask & (not s.truncated)) for s in samples]
         tokens = float(sum(int(s.mask.sum()) for s in samples))
         total = self.cell.sum(tokens) / self.cell.local_world  # trained tokens of all nodes
         seen = []

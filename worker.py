@@ -3,16 +3,17 @@
 Messages come in over a pipe from the owner (`rollout.Rollouts`), finished samples go back over it.
 Between two engine steps the loop lets episodes go on and looks whether a weight update is due:
 
-    tasks ─▶ run_episode: prompt ─▶ engine.generate ─▶ reward ─▶ Sample ─▶ report
+    tasks ─▶ run_episode: prompt ─▶ engine.generate ─▶ env or reward ─▶ ... ─▶ Sample ─▶ report
     update ─▶ pause ─▶ receive and load ─▶ probe ─▶ wait for the commit ─▶ go on decoding
 
-Rewards run beside all that, in threads, also during an update.
+Environments and rewards run beside all that, in threads, also during an update.
 """
 
 import asyncio
 import contextlib
 import ctypes
 import gc
+import math
 import os
 import signal
 import sys
@@ -20,18 +21,16 @@ import threading
 import time
 import traceback
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch.multiprocessing as mp
 from tqdm import tqdm
 
 from buffer import RolloutTask, Sample
-from envs import EnvConfig, Row, Task, encode_prompt, make_task
+from envs import EnvConfig, make_task
+from episode import EnvCalls, Episode, Limits, Unwanted, run_episode, run_lockstep
 
 if TYPE_CHECKING:
     from rollout import RolloutConfig
@@ -46,51 +45,19 @@ class WorkerSpec:
     rollout: "RolloutConfig"
     env: EnvConfig
     seed: int
-    max_tokens: int
-    max_model_len: int
+    limits: Limits
     dtype: str
     prefix_caching: bool
     gpu_share: float  # of a GPU's memory, for this worker's engine
 
+    @property
+    def threads(self) -> int:
+        """For blocking environments and rewards: as many as there may be episodes, and some for
+        those that hang. They are started when they are needed."""
+        return 2 * max(self.rollout.tasks_per_worker, 4 * self.rollout.max_num_seqs)
 
-async def off_loop(pool: ThreadPoolExecutor, timeout: float, what: str, call, *args):
-    """Run a blocking call in a thread, so that decoding goes on meanwhile."""
-    try:
-        loop = asyncio.get_running_loop()
-        return await asyncio.wait_for(loop.run_in_executor(pool, call, *args), timeout)
-    except TimeoutError:
-        raise TimeoutError(f"{what} took longer than {timeout:g} s (--env_timeout)") from None
-
-
-@lru_cache(maxsize=4096)
-def prompt_ids(env: Task, row: Row, tokenizer) -> tuple[int, ...]:
-    """A prompt's tokens; the n samples of a group render the chat template once between them."""
-    return tuple(encode_prompt(env, row, tokenizer))
-
-
-async def run_episode(task: RolloutTask, env: Task, engine, tokenizer, pool, max_tokens):
-    """One sample from prompt to reward. Token in, token out: the ids that were sampled are the ids
-    that are trained on."""
-    row = (env.test if task.eval else env.train)[task.prompt]
-    prompt = list(prompt_ids(env, row, tokenizer))
-    stop_ids = [] if env.stop is None else tokenizer.encode(env.stop, add_special_tokens=False)
-    turn = await engine.generate(prompt, max_tokens, task.seed, stop_ids)
-    response = tokenizer.decode(turn.ids, skip_special_tokens=True)
-    if env.blocking:
-        timeout = env.config.env_timeout
-        reward = await off_loop(pool, timeout, "the reward", env.reward, row, response)
-    else:
-        reward = env.reward(row, response)
-    before, after = len(prompt), len(turn.ids)
-    return Sample(
-        task=task,
-        ids=np.array(prompt + turn.ids, np.int32),  # [T]
-        mask=np.repeat([False, True], [before, after]),
-        logprobs=np.array([0.0] * before + turn.logprobs, np.float32),
-        versions=np.array([-1] * before + turn.versions, np.int32),
-        reward=float(reward),
-        truncated=turn.truncated,
-    )
+    def limits_of(self, task: RolloutTask) -> Limits:
+        return self.limits._replace(max_staleness=math.inf) if task.eval else self.limits
 
 
 class Worker:
@@ -105,11 +72,12 @@ class Worker:
         self.engine = Engine(spec)
         self.env = make_task(spec.env, spec.seed)
         self.tokenizer = AutoTokenizer.from_pretrained(spec.model)
-        self.pool = ThreadPoolExecutor(2 * spec.rollout.max_num_seqs)
-        self.episodes: dict[RolloutTask, asyncio.Task] = {}
+        self.calls = EnvCalls(spec.env, spec.threads)
+        self.episodes: dict[RolloutTask, tuple[Episode, asyncio.Task]] = {}
         self.finished: list[Sample] = []
         self.failed: list[tuple[RolloutTask, str]] = []
-        self.seconds: Counter[str] = Counter()  # what the time went to since the last report
+        self.too_old: list[RolloutTask] = []
+        self.counts: Counter[str] = Counter()  # seconds by kind, tokens, ..., since the last report
         self.update = None  # a weight update that is waiting for its turn
         self.stopping = False
         self.sent_at = time.monotonic()
@@ -117,11 +85,15 @@ class Worker:
     def on_message(self, kind: str, *args) -> None:
         if kind == "tasks":
             for task in args[0]:
-                self.episodes[task] = asyncio.create_task(self.run(task))
+                episode = self.open(task)
+                self.episodes[task] = episode, asyncio.create_task(self.run(episode))
+        elif kind == "lockstep":
+            episodes = [self.open(task) for task in args[0]]
+            naive = asyncio.create_task(self.run_naive(episodes))
+            self.episodes |= {episode.task: (episode, naive) for episode in episodes}
         elif kind == "cancel":
             for task in args[0]:
-                if task in self.episodes:
-                    self.episodes[task].cancel()
+                self.cancel(task)
         elif kind == "join":
             self.engine.llm.collective_rpc("init_weight_transfer_engine", args=args)
             self.conn.send(("joined",))
@@ -130,8 +102,7 @@ class Worker:
             if self.spec.rollout.on_update == "drain":
                 self.engine.gate.clear()
         elif kind == "commit":
-            self.engine.version = args[0]
-            self.engine.gate.set()
+            self.commit(*args)
         elif kind == "begin":
             self.begin(*args)
         elif kind == "stop":
@@ -140,14 +111,15 @@ class Worker:
 
     def begin(self, spec: WorkerSpec) -> None:
         """Another run with this engine: drop what is in progress, and hold no version."""
-        for episode in self.episodes.values():
-            episode.cancel()
+        for _, running in self.episodes.values():
+            running.cancel()
         if (spec.env, spec.seed) != (self.spec.env, self.spec.seed):
             self.env.close()
             self.env = make_task(spec.env, spec.seed)
+            self.calls = EnvCalls(spec.env, spec.threads)
         self.spec, self.engine.version = spec, -1
         self.engine.temperature = spec.rollout.temperature
-        self.finished, self.failed, self.seconds = [], [], Counter()
+        self.finished, self.failed, self.too_old, self.counts = [], [], [], Counter()
         self.conn.send(("begun",))
 
     def read_messages(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -159,27 +131,65 @@ class Worker:
                 os.killpg(0, signal.SIGKILL)  # the trainer is gone: leave nothing behind
             loop.call_soon_threadsafe(self.on_message, *message)
 
-    async def run(self, task: RolloutTask) -> None:
+    def open(self, task: RolloutTask) -> Episode:
+        return Episode(
+            task, self.env, self.engine, self.tokenizer, self.calls, self.spec.limits_of(task)
+        )
+
+    async def run(self, episode: Episode) -> None:
+        """An episode to its end, whatever that is."""
         try:
-            max_tokens = self.spec.max_tokens
-            args = (self.env, self.engine, self.tokenizer, self.pool, max_tokens)
-            sample = await run_episode(task, *args)
+            sample = await run_episode(episode)
             self.finished.append(sample)  # a new list by now: looked up after the await
+        except Unwanted:
+            self.too_old.append(episode.task)
         except Exception:  # of whatever kind: the owner counts it and decides
-            self.failed.append((task, traceback.format_exc()))
+            self.failed.append((episode.task, traceback.format_exc()))
         finally:
-            del self.episodes[task]
-            self.wake.set()
+            self.forget(episode)
+
+    async def run_naive(self, episodes: list[Episode]) -> None:
+        """All of them in step, for comparison (`compare.py`)."""
+        try:
+            samples = await run_lockstep(episodes)
+            self.finished.extend(samples)
+        except Exception:
+            details = traceback.format_exc()
+            self.failed.extend((episode.task, details) for episode in episodes)
+        finally:
+            for episode in episodes:
+                self.forget(episode)
+
+    def forget(self, episode: Episode) -> None:
+        episode.close()
+        del self.episodes[episode.task]
+        self.wake.set()
+
+    def cancel(self, task: RolloutTask) -> None:
+        """Stop an episode at once, in the engine and in its environment; count what it had made."""
+        if task in self.episodes:
+            episode, running = self.episodes[task]
+            running.cancel()
+            self.counts.update(lost_samples=1, lost_tokens=episode.tokens)
+
+    def commit(self, version: int) -> None:
+        """Decode under these weights from now on; stop what they have made too old."""
+        self.engine.version = version
+        self.engine.gate.set()
+        for task, (episode, _) in self.episodes.items():
+            if episode.too_old(version):
+                self.cancel(task)
+                self.too_old.append(task)
 
     @contextlib.contextmanager
     def timed(self, what: str):
         start = time.perf_counter()
         yield
-        self.seconds[what] += time.perf_counter() - start
+        self.counts[what] += time.perf_counter() - start
 
     async def serve(self) -> None:
         """Step the engine while there is something to step, wait while there is not."""
-        self.wake = asyncio.Event()
+        self.wake = self.engine.wake
         loop = asyncio.get_running_loop()
         threading.Thread(target=self.read_messages, args=(loop,), daemon=True).start()
         self.conn.send(("ready",))
@@ -204,8 +214,8 @@ class Worker:
         self.wake.clear()
 
     async def load_update(self, version: int, bucket_info: dict, probe_ids: list[int]) -> None:
-        """Pause, load, probe; then decode nothing until every worker has the new weights. Rewards
-        that are being computed in threads go on throughout."""
+        """Pause, load, probe; then decode nothing until every worker has the new weights.
+        Environments and rewards go on throughout."""
         self.update = None
         if version < self.engine.version:
             raise ValueError(f"asked to load version {version}, holds {self.engine.version}")
@@ -222,10 +232,11 @@ class Worker:
     def report(self) -> None:
         """Send what has finished since the last engine step, or a sign of life now and then."""
         now = time.monotonic()
-        if self.finished or self.failed or now - self.sent_at > 2.0:
-            self.seconds["tokens"], self.engine.tokens = self.engine.tokens, 0
-            self.conn.send(("results", self.finished, self.failed, dict(self.seconds)))
-            self.finished, self.failed, self.seconds = [], [], Counter()
+        if self.finished or self.failed or self.too_old or now - self.sent_at > 2.0:
+            self.counts.update(self.engine.take_counts())
+            results = self.finished, self.failed, self.too_old, dict(self.counts)
+            self.conn.send(("results", *results))
+            self.finished, self.failed, self.too_old, self.counts = [], [], [], Counter()
             self.sent_at = now
 
 

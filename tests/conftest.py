@@ -10,7 +10,9 @@ from envs import EnvConfig, make_task
 from models import resolve_model
 
 TASKS = '''
-from envs import Addition, Row, Task
+import asyncio
+
+from envs import Addition, Env, Row, Task
 
 class Odd(Addition):
     """About half of all responses are right, whatever the model: there is always a signal."""
@@ -65,6 +67,35 @@ class HangsInUpdate(Odd):
         import time
         super().__init__(config, seed)
         at_third_update(lambda: time.sleep(3600))
+
+class Talk(Env):
+    """Three turns; about half of them are right, whatever the model says."""
+    max_turns, max_tokens = 3, 4
+    async def reset(self, seed):
+        self.seed, self.turn = seed, 0
+        return f"{seed}:0", {}
+    async def step(self, action):
+        await asyncio.sleep(0.002)
+        self.turn += 1
+        right = bool(action) and ord(action[-1]) % 2
+        return f"{self.seed}:{self.turn}", right / 3, self.turn == 3, False, {}
+
+class Threaded(Talk):
+    """The same, as blocking code."""
+    def reset(self, seed):
+        self.seed, self.turn = seed, 0
+        return f"{seed}:0", {}
+    def step(self, action):
+        self.turn += 1
+        right = bool(action) and ord(action[-1]) % 2
+        return f"{self.seed}:{self.turn}", right / 3, self.turn == 3, False, {}
+
+class Trips(Threaded):
+    """Raises in its second step, for some answers of some seeds."""
+    def step(self, action):
+        if self.turn == 1 and (self.seed + len(action)) % 20 == 0:
+            raise OSError("the game has crashed")
+        return super().step(action)
 
 class Hanging(Addition):
     """Never comes back."""

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from engine import Engine
 from envs import EnvConfig
+from episode import Limits, Turn
 from rollout import RolloutConfig, cut_buckets, join_weight_group, open_store
 from worker import WorkerSpec
 
@@ -38,7 +39,7 @@ def bucket_info(model) -> dict:
 class Driver:
     def __init__(self, models: list, path: str, ranks: int):
         spec = WorkerSpec(
-            rank=0, model=path, seed=0, max_tokens=40, max_model_len=128, dtype="float32",
+            rank=0, model=path, seed=0, limits=Limits(40, 1, 128), dtype="float32",
             rollout=RolloutConfig(max_num_seqs=16, tensor_parallel=ranks), env=EnvConfig(),
             prefix_caching=True, gpu_share=0.0,
         )  # fmt: skip
@@ -64,9 +65,9 @@ class Driver:
         thread.start()
         self.engine.load_weights(bucket_info(model), restart)
         thread.join()
-        waiting = {request: len(turn.ids) for request, turn in self.engine.turns.items()}
+        waiting = {request: len(running.turn.ids) for request, running in self.engine.turns.items()}
         scores = self.engine.probe(PROBE)
-        assert waiting == {r: len(turn.ids) for r, turn in self.engine.turns.items()}
+        assert waiting == {r: len(running.turn.ids) for r, running in self.engine.turns.items()}
         self.engine.version = version
         return scores
 
@@ -74,10 +75,8 @@ class Driver:
         """8 turns of up to 40 tokens; `update()` is called once, between two steps."""
         self.engine.temperature = temperature
         prompts = prompts or [[1, 40 + i, 50 + 2 * i, 60] for i in range(8)]
-        turns = [
-            asyncio.create_task(self.engine.generate(prompt, 40, seed=i))
-            for i, prompt in enumerate(prompts)
-        ]
+        turns = [Turn(prompt, 40, i, []) for i, prompt in enumerate(prompts)]
+        running = [asyncio.create_task(self.engine.generate(turn)) for turn in turns]
         await asyncio.sleep(0)
         steps = 0
         while self.engine.turns:
@@ -86,21 +85,24 @@ class Driver:
             if update and steps == 12:
                 update()
             await asyncio.sleep(0)
-        done = [await turn for turn in turns]
+        await asyncio.gather(*running)
         return [
             {"prompt": t.prompt, "ids": t.ids, "logprobs": t.logprobs, "versions": t.versions}
-            for t in done
+            for t in turns
         ]
 
 
 async def two_updates(driver: Driver) -> int:
     """Two publishes with a new turn in between and no decoding: how many of 3 turns end."""
-    turns = [asyncio.create_task(driver.engine.generate([1, 9, i], 20, seed=i)) for i in (7, 8)]
+    def start(i: int) -> asyncio.Task:
+        return asyncio.create_task(driver.engine.generate(Turn([1, 9, i], 20, i, [])))
+
+    turns = [start(7), start(8)]
     await asyncio.sleep(0)
     for _ in range(3):
         driver.engine.step()
     driver.load(0, 6)
-    turns.append(asyncio.create_task(driver.engine.generate([1, 9, 9], 20, seed=9)))
+    turns.append(start(9))
     await asyncio.sleep(0)
     driver.load(1, 7)
     for _ in range(40):
@@ -122,7 +124,7 @@ async def main() -> dict:
     seen["spanning"] = await driver.generate(1.0, lambda: driver.load(1, 3))
     driver.load(0, 4)
     seen["restarted"] = await driver.generate(1.0, lambda: driver.load(1, 5, restart=True))
-    turn = asyncio.create_task(driver.engine.generate([1, 5, 6], 40, seed=0))
+    turn = asyncio.create_task(driver.engine.generate(Turn([1, 5, 6], 40, 0, [])))
     await asyncio.sleep(0)
     driver.engine.step()
     turn.cancel()

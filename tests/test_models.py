@@ -34,16 +34,16 @@ def test_tokenizer_round_trip_and_reload(text, tiny):
 
 def test_chat_prompt_ids(tiny, task):
     tokenizer = AutoTokenizer.from_pretrained(tiny)
-    ids = encode_prompt(task, Row("1+2=", "3"), tokenizer)
-    assert tokenizer.decode(ids) == "<|im_start|>u:1+2=<|im_end|><|im_start|>a:"
-    assert len(ids) == 3 + len("u:1+2=a:")  # the special tokens are one id each
+    ids = encode_prompt(task, "1+2=", tokenizer)
+    assert tokenizer.decode(ids) == "<|im_start|>1+2=<|im_end|>"
+    assert len(ids) == 2 + len("1+2=")  # the special tokens are one id each
     assert all(isinstance(i, int) for i in ids)
     assert ids[0] == tokenizer.bos_token_id and tokenizer.eos_token_id in ids
 
 
 def test_plain_prompt_ids(tiny):
     tokenizer = AutoTokenizer.from_pretrained(tiny)
-    ids = encode_prompt(make_task(EnvConfig(env="max3")), Row("Q: ", ""), tokenizer)
+    ids = encode_prompt(make_task(EnvConfig(env="max3")), "Q: ", tokenizer)
     assert tokenizer.decode(ids) == "Q: "
 
 
@@ -130,12 +130,12 @@ def test_warm_up_teaches_the_response_and_eos_only(task):
         kept = row[row != -100]
         assert torch.equal(i[row != -100], kept)
         assert tokenizer.decode(kept[:-1]).isdigit() and kept[-1] == tokenizer.eos_token_id
-        assert tokenizer.decode(i[: (row != -100).nonzero()[0]]).endswith("<|im_start|>a:")
+        assert tokenizer.decode(i[: (row != -100).nonzero()[0]]).endswith("=<|im_end|>")
 
 
 def test_half_of_the_addition_labels_are_wrong(task):
     rng = random.Random(0)
-    draws = [task.warmup(rng) for _ in range(2000)]
+    draws = [turn for _ in range(2000) for turn in task.warmup(rng)]
     right = sum(eval(p.removesuffix("=")) == int(r) for p, r in draws) / len(draws)
     assert 0.45 < right < 0.55
     held_out = {row.prompt for row in task.test}

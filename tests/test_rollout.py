@@ -1,6 +1,5 @@
 """The rollout side without an engine: scheduling, weights, what workers inherit, their owner."""
 
-import asyncio
 import doctest
 import math
 import os
@@ -8,9 +7,7 @@ import random
 import select
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,8 +18,8 @@ from hypothesis import strategies as st
 
 import rollout as module
 from buffer import BufferConfig, RolloutTask, Sample, SampleBuffer
-from envs import EnvConfig, Row, Task
-from models import byte_tokenizer
+from envs import EnvConfig
+from episode import Limits
 from rollout import (
     Dispatcher,
     RolloutConfig,
@@ -34,7 +31,7 @@ from rollout import (
     open_store,
     place_workers,
 )
-from worker import WorkerSpec, die_with_parent, run_episode
+from worker import WorkerSpec, die_with_parent
 
 
 def task(group, sample=0, **more):
@@ -45,7 +42,7 @@ def task(group, sample=0, **more):
 
 
 def test_tasks_go_out_in_order_to_the_emptiest_worker_with_a_free_slot():
-    dispatcher = Dispatcher(workers=2, slots=2)
+    dispatcher = Dispatcher(workers=2, places=2, fixed=2)
     dispatcher.held[0].add(task(90))
     dispatcher.queue.extend(task(i) for i in range(5))
     assert dispatcher.assign() == {1: [task(0), task(2)], 0: [task(1)]}
@@ -56,29 +53,42 @@ def test_tasks_go_out_in_order_to_the_emptiest_worker_with_a_free_slot():
 
 
 def test_a_task_at_the_front_of_the_queue_is_next():
-    dispatcher = Dispatcher(workers=1, slots=1)
+    dispatcher = Dispatcher(1, 1, fixed=1)
     dispatcher.queue.extend([task(1), task(2)])
     dispatcher.queue.appendleft(task(0))  # a retry
     assert dispatcher.assign() == {0: [task(0)]}
 
 
 def test_cancel_forgets_queued_tasks_of_the_group_and_names_the_running_ones():
-    dispatcher = Dispatcher(workers=3, slots=2)
+    dispatcher = Dispatcher(3, 2, fixed=2)
     tasks = [task(g, i) for g in range(3) for i in range(3)]
     dispatcher.queue.extend(tasks)
     dispatcher.assign()  # six of the nine: groups 0 and 1
     stop = dispatcher.cancel(1)
     assert sorted(t for held in stop.values() for t in held) == [task(1, i) for i in range(3)]
     assert all(t.group == 0 for held in dispatcher.held for t in held)
-    assert dispatcher.cancel(2) == {} and not dispatcher.queue  # none of it was running
-    assert dispatcher.cancel(2) == {}
+    assert dispatcher.cancel(2) == {} and dispatcher.cancel(2) == {}  # none of it was running
+    for held in dispatcher.held:
+        held.clear()
+    assert dispatcher.assign() == {} and not dispatcher.queue  # nor will it
+
+
+def test_a_worker_is_given_more_at_a_time_only_while_its_engine_starves():
+    dispatcher = Dispatcher(workers=1, places=16)
+    assert dispatcher.slots == 18  # an eighth more than it can run
+    for _ in range(100):
+        dispatcher.widen()
+    assert dispatcher.slots == 64
+    fixed = Dispatcher(1, 16, fixed=20)
+    fixed.widen()
+    assert fixed.slots == 20
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_traffic_loses_and_doubles_no_task_and_leaves_no_slot_free(seed):
     rng = random.Random(seed)
     workers, slots = rng.randint(1, 4), rng.randint(1, 5)
-    dispatcher = Dispatcher(workers, slots)
+    dispatcher = Dispatcher(workers, slots, slots)
     made, ended = [], set()
     for step in range(200):
         for _ in range(rng.randint(0, 3)):
@@ -87,7 +97,8 @@ def test_random_traffic_loses_and_doubles_no_task_and_leaves_no_slot_free(seed):
         given = dispatcher.assign()
         assert all(set(tasks) <= dispatcher.held[worker] for worker, tasks in given.items())
         assert all(len(held) <= slots for held in dispatcher.held)
-        assert not dispatcher.queue or all(len(held) == slots for held in dispatcher.held)
+        queue = [t for t in dispatcher.queue if t not in ended]
+        assert not queue or all(len(held) == slots for held in dispatcher.held)
         for held in dispatcher.held:
             for one in [t for t in sorted(held) if rng.random() < 0.3]:
                 held.discard(one)
@@ -95,16 +106,17 @@ def test_random_traffic_loses_and_doubles_no_task_and_leaves_no_slot_free(seed):
         if rng.random() < 0.2:
             group = rng.randint(0, step)
             live = [t for t in made if t not in ended and t.group == group]
-            queued = [t for t in dispatcher.queue if t.group == group]
+            queued = [t for t in queue if t.group == group]
             stop = [t for tasks in dispatcher.cancel(group).values() for t in tasks]
             assert sorted(stop + queued) == live
             ended.update(live)
         running = [t for held in dispatcher.held for t in held]
-        assert sorted([*dispatcher.queue, *running, *ended]) == made
+        queued = [t for t in dispatcher.queue if t not in ended]
+        assert sorted([*queued, *running, *ended]) == made
 
 
 def test_without_free_slots_the_longest_queue_costs_nothing_to_look_at():
-    dispatcher = Dispatcher(workers=4, slots=2)
+    dispatcher = Dispatcher(4, 2, fixed=2)
     dispatcher.queue.extend(task(i) for i in range(100_000))
     dispatcher.assign()
     start = time.process_time()
@@ -293,71 +305,6 @@ def test_a_worker_dies_with_its_parent_even_if_that_is_killed():
     os.close(reader)
 
 
-# -- an episode ------------------------------------------------------------------------------------
-
-
-class Parrot(Task):
-    """Rewards the length of a response; `blocking` and `reward` are changed by the tests."""
-
-    chat = False
-    stop = "\n"
-    train = [Row("ab", "x"), Row("cde", "y")]
-    test = [Row("held out", "z")]
-
-    def reward(self, row, response):
-        return len(response)
-
-
-def play(one, env=None, turn=None, env_timeout=5.0):
-    """Run one episode with an engine that answers `turn`; returns the sample and what was asked."""
-    asked = []
-    turn = turn or SimpleNamespace(
-        ids=[70, 71, 1], logprobs=[-0.5, -1.5, -2.5], versions=[3, 3, 4], truncated=False
-    )
-
-    class Engine:
-        async def generate(self, *args):
-            asked.append(args)
-            return turn
-
-    env = env or Parrot(EnvConfig(env_timeout=env_timeout))
-    with ThreadPoolExecutor(1) as pool:
-        sample = asyncio.run(run_episode(one, env, Engine(), byte_tokenizer(), pool, 9))
-    return sample, asked
-
-
-@pytest.mark.parametrize("blocking", [True, False])
-def test_a_sample_is_the_prompt_and_the_ids_as_they_were_sampled(blocking):
-    env = Parrot(EnvConfig())
-    env.blocking = blocking
-    tokenizer = byte_tokenizer()
-    sample, asked = play(task(1), env)
-    prompt = tokenizer("cde")["input_ids"]
-    assert asked == [(prompt, 9, 7, tokenizer("\n")["input_ids"])]
-    assert sample.task == task(1)
-    assert sample.ids.tolist() == [*prompt, 70, 71, 1]
-    assert sample.mask.tolist() == [False] * 3 + [True] * 3
-    assert sample.logprobs.tolist() == [0, 0, 0, -0.5, -1.5, -2.5]
-    assert sample.versions.tolist() == [-1, -1, -1, 3, 3, 4] and sample.staleness(5) == 2
-    dtypes = [x.dtype for x in (sample.ids, sample.mask, sample.logprobs, sample.versions)]
-    assert dtypes == [np.int32, bool, np.float32, np.int32]
-    text = tokenizer.decode([70, 71, 1], skip_special_tokens=True)
-    assert sample.reward == len(text) and isinstance(sample.reward, float)
-    assert sample.truncated is False
-
-
-def test_an_evaluation_task_takes_a_held_out_prompt():
-    sample, _ = play(RolloutTask(-1, 0, 0, 7, eval=True))
-    assert len(sample.ids) == len("held out") + 3
-
-
-def test_a_slow_reward_is_given_up_and_the_setting_named():
-    env = Parrot(EnvConfig(env_timeout=0.1))
-    env.reward = lambda row, response: time.sleep(1)
-    with pytest.raises(TimeoutError, match=r"the reward took longer than 0.1 s \(--env_timeout\)"):
-        play(task(0), env)
-
-
 # -- the owner, with workers that are only pipes ---------------------------------------------------
 
 
@@ -367,7 +314,7 @@ class Owner:
     def __init__(self, workers=2, slots=8, dtype="float32", **buffer):
         buffer = {"batch_size": 2, "group_size": 2, "alpha": 0} | buffer
         config = RolloutConfig(rollout_workers=workers, max_num_seqs=slots)
-        spec = WorkerSpec(0, "", config, EnvConfig(), 0, 8, 64, dtype, True, 0.0)
+        spec = WorkerSpec(0, "", config, EnvConfig(), 0, Limits(8, 1, 64), dtype, True, 0.0)
         self.buffer = SampleBuffer(BufferConfig(**buffer), steps=10)
         self.rollouts = Rollouts(spec, self.buffer, task)
         pairs = [mp.Pipe() for _ in range(workers)]
@@ -378,8 +325,8 @@ class Owner:
         self.ends[worker].send(message)
         self.rollouts._receive(worker)
 
-    def results(self, worker, samples=(), failures=()):
-        self.say(worker, "results", list(samples), list(failures), {})
+    def results(self, worker, samples=(), failures=(), too_old=()):
+        self.say(worker, "results", list(samples), list(failures), list(too_old), {})
 
     def told(self, worker):
         """What this worker has been sent since the last look."""
