@@ -23,6 +23,7 @@ import math
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -36,6 +37,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tqdm import tqdm
 
 from buffer import RolloutTask, Sample, SampleBuffer
 from worker import WorkerSpec, worker_main
@@ -514,13 +516,17 @@ class Rollouts:
                 self._send(worker, "cancel", tasks)
 
     def _take_failure(self, task: RolloutTask, details: str) -> None:
-        last = cause(details)
+        last, before = cause(details), self.buffer.count_dropped("failed")
         if task.eval:
             self._take_eval_failure(task, last, details)
-        elif self.buffer.fail(task):
+            return
+        if self.buffer.fail(task):
             self.dispatcher.queue.appendleft(task)
-        elif self.buffer.too_many_failed():
-            dropped = self.buffer.count_dropped("failed")
+        dropped = self.buffer.count_dropped("failed")
+        if dropped > before and dropped <= 5:  # the first few say enough; metrics have the count
+            with tqdm.external_write_mode(file=sys.stderr):
+                print(f"dropped prompt {task.prompt}, which failed twice: {last}", file=sys.stderr)
+        if dropped > before and self.buffer.too_many_failed():
             raise RolloutError(
                 f"{dropped} groups failed, more than half of those that ended; the last, "
                 f"prompt {task.prompt}: {last}",

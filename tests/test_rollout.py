@@ -397,7 +397,7 @@ def test_in_low_precision_the_first_mismatch_sets_the_limit():
         owner.publish(2, (0.21, 0.0))
 
 
-def test_a_failed_sample_is_retried_ahead_of_the_queue_and_its_group_then_given_up():
+def test_a_failed_sample_is_retried_ahead_of_the_queue_and_its_group_then_given_up(capsys):
     owner = Owner(workers=1, slots=1, alpha=1)  # two tasks at a time: one running, one at hand
     owner.publish(0, (0.0,))
     assert owner.tasks(0) == [task(0, 0), task(0, 1)]
@@ -407,10 +407,66 @@ def test_a_failed_sample_is_retried_ahead_of_the_queue_and_its_group_then_given_
     cancel, tasks = owner.told(0)
     assert cancel == ("cancel", [task(0, 1)]) and tasks == ("tasks", [task(1, 0), task(1, 1)])
     assert owner.buffer.dropped == {0: "failed"}
+    assert "dropped prompt 0, which failed twice: KeyError: 'x'" in capsys.readouterr().err
     owner.results(0, [done(task(0, 1))])  # it was on its way: too late
     assert owner.told(0) == [] and not owner.buffer.wants(task(0, 1))
     groups = {one.group for one in owner.rollouts.dispatcher.queue}
     assert groups == {2, 3, 4}  # the next prompt takes the place of group 0
+
+
+def test_losers_of_a_race_are_stopped_and_their_queued_tasks_forgotten():
+    owner = Owner(workers=1, slots=4, redundant_samples=1)  # 3 samples a group, 2 are needed
+    owner.publish(0, (0.0,))
+    assert owner.tasks(0) == [task(0, 0), task(0, 1), task(0, 2), task(1, 0), task(1, 1)]
+    owner.results(0, [done(task(0, 2)), done(task(0, 0))])
+    assert owner.told(0) == [("cancel", [task(0, 1)]), ("tasks", [task(1, 2)])]
+    owner.results(0, [done(task(1, 0)), done(task(1, 1))])
+    assert owner.told(0) == [("cancel", [task(1, 2)])]
+    assert [s.task[:2] for s in owner.rollouts.get_batch(1)] == [(0, 0), (0, 2), (1, 0), (1, 1)]
+
+
+def test_at_alpha_0_a_full_batch_stops_the_groups_that_lost():
+    owner = Owner(workers=1, slots=8, consume="ready", redundant_groups=1)
+    owner.publish(0, (0.0,))
+    assert len(owner.tasks(0)) == 6
+    owner.results(0, [done(task(g, i)) for g in (0, 2) for i in (0, 1)])
+    assert {s.task.group for s in owner.rollouts.get_batch(1)} == {0, 2}
+    ((kind, stopped),) = owner.told(0)
+    assert kind == "cancel" and sorted(stopped) == [task(1, 0), task(1, 1)]
+    owner.results(0)
+    assert owner.tasks(0) == [] and owner.buffer.dropped == {1: "redundant"}
+    owner.publish(1, (0.0,))
+    assert {one.group for one in owner.tasks(0)} == {3, 4, 5}
+
+
+def test_a_group_with_an_episode_that_got_too_old_is_dropped_and_replaced():
+    owner = Owner(workers=1, slots=16, consume="ready", alpha=1)
+    owner.publish(0, (0.0,))
+    assert {one.group for one in owner.tasks(0)} == {0, 1, 2, 3}
+    owner.results(0, too_old=[task(1, 0)])
+    assert owner.told(0) == [("cancel", [task(1, 1)]), ("tasks", [task(4, 0), task(4, 1)])]
+    assert owner.buffer.dropped == {1: "stale"}
+    owner.results(0, too_old=[task(1, 1)])  # it was on its way
+    assert owner.told(0) == []
+
+
+def test_filtering_without_end_ends_the_run_and_names_the_setting():
+    owner = Owner(workers=1, slots=64, filter_groups=True, filter_limit=2)
+    owner.publish(0, (0.0,))
+    with pytest.raises(RolloutError, match="no signal: 4 groups dropped, --filter_limit 2"):
+        for index in range(9):
+            owner.results(0, [done(task(index, i)) for i in (0, 1)])
+
+
+def test_a_starving_engine_gets_more_tasks_only_while_some_are_waiting():
+    owner = Owner(workers=1, slots=8, batch_size=8, group_size=8)
+    owner.publish(0, (0.0,))
+    assert len(owner.tasks(0)) == 9
+    owner.say(0, "results", [], [], [], {"steps_below_cap": 1})
+    assert len(owner.tasks(0)) == 2 and owner.rollouts.dispatcher.slots == 11
+    owner.rollouts.dispatcher.queue.clear()
+    owner.say(0, "results", [], [], [], {"steps_below_cap": 1})
+    assert owner.rollouts.dispatcher.slots == 11
 
 
 def test_when_most_groups_fail_the_run_ends_with_the_last_error():

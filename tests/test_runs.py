@@ -35,6 +35,33 @@ def test_the_quick_run_learns_addition(tmp_path):
     assert max(row["mismatch_max"] for row in steps) < 1e-3
 
 
+@pytest.mark.timeout(1200)
+def test_async_training_learns_the_grid_game(tmp_path):
+    flags = ["--model", "tiny", "--env", "grid", "--steps", "80", "--batch_size", "16"]
+    rows = launch(tmp_path / "run", *flags, "--eval_every", "40", "--eval_prompts", "256")
+    rates = solve_rates(rows)
+    assert 0.15 < rates[0] < 0.35 and rates[-1] >= 0.45
+    steps = [row for row in rows if "step" in row]
+    assert max(row["staleness_max"] for row in steps) == 1
+    assert max(row["mismatch_max"] for row in steps) < 1e-3
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("package", "env"), [("gem", "gem:game:GuessTheNumber-v0-easy"), ("textworld", "textworld")]
+)
+def test_a_game_of_another_package_trains_without_fault(tmp_path, tiny, package, env):
+    pytest.importorskip(package)
+    flags = ["--model", tiny, "--env", env, "--steps", "5", "--batch_size", "2"]
+    flags += ["--group_size", "4", "--max_model_len", "2048", "--max_tokens", "8"]
+    flags += ["--max_turns", "4", "--eval_every", "0", "--env_timeout", "120"]
+    rows = launch(tmp_path / "run", *flags)
+    assert [row["samples"] for row in rows] == [8] * 5
+    assert rows[-1]["dropped_failed"] == 0
+    if package == "textworld":  # in GEM a turn without \\boxed{} ends the game at once
+        assert max(row["turns_mean"] for row in rows) > 1
+
+
 @pytest.mark.timeout(1800)
 def test_smollm2_learns_the_largest_of_three_numbers(tmp_path):
     rows = launch(tmp_path / "run", "--model", "smollm2", "--env", "max3", "--steps", "15")
