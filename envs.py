@@ -181,7 +181,12 @@ class Task:
     @property
     def source(self) -> str:
         """The code that decides what the model `tiny` is warmed up on."""
-        return inspect.getsource(type(self))
+        return sources(type(self), Task)
+
+
+def sources(cls: type, base: type) -> str:
+    """The code of a class and of what it inherits from, up to `base`."""
+    return "".join(inspect.getsource(c) for c in cls.__mro__ if c not in (base, *base.__mro__))
 
 
 class SingleTurn:
@@ -251,7 +256,7 @@ class EnvTask(Task):
         self.env_class = env_class
         for name in ("max_turns", "max_tokens", "chat", "stop", "blocking", "warmup_steps"):
             setattr(self, name, getattr(env_class, name))
-        self.make_env().close()  # what is not installed, or has another name, is said now
+        self.make_env()  # what is not installed, or has another name, is said now
 
     def make_env(self) -> Env:
         return self.env_class(self.config)
@@ -282,7 +287,7 @@ class EnvTask(Task):
 
     @property
     def source(self) -> str:
-        return inspect.getsource(self.env_class)
+        return sources(self.env_class, Env)
 
 
 # -- single-turn tasks ---------------------------------------------------------------------------
