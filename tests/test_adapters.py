@@ -15,6 +15,8 @@ from adapters import OwnRandom, number
 from envs import EnvConfig, make_task
 from episode import check_reset, check_step
 
+pytestmark = pytest.mark.slow  # where their packages are installed (requirements-envs.txt)
+
 PACKAGE = {"gem": "gem", "textarena": "textarena", "textworld": "textworld", "rg": "reasoning_gym"}
 GEM, ARENA = "gem:game:GuessTheNumber-v0-easy", "textarena:GuessTheNumber-v0"
 # With turns to take: some say more about the map, some draw random numbers.
