@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoModelForCausalLM
 
@@ -266,7 +266,12 @@ class Trainer:
         row, count = torch.tensor([ids]), len(ids)  # [1, L]
         positions = torch.arange(count)
         packed = Packed(row, positions[None], None, positions[:-1], row[0, 1:], row, row)
-        return self.policy(packed.to(self.cell.device), 1.0)[0].cpu().numpy()
+        logp, _ = self.policy(packed.to(self.cell.device), 1.0)
+        if isinstance(self.policy, FSDPModule):
+            # Else the outermost parameters stay gathered copies, in `dtype` and without moments,
+            # until the next backward pass; `save` would take those for the masters.
+            self.policy.reshard()
+        return logp.cpu().numpy()
 
     def save(self, path: Path, tokenizer, progress: dict) -> None:
         """Write model and tokenizer in Hugging Face format, and what a resumed run needs. Every
