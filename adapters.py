@@ -266,6 +266,7 @@ class ReasoningGym(Task):
     """
 
     max_tokens = 512
+    blocking_reset = True  # some rows take a second to make
     ask = "\n\nThink first, then write only the final answer, like this: <answer>...</answer>"
 
     def __init__(self, config: EnvConfig, seed: int = 0):

@@ -1,6 +1,6 @@
 """What each scheduling mechanism is worth here, against the naive form that it replaces.
 
-    python compare.py                        all of them: about a quarter of an hour on two cores
+    python compare.py                        all of them: about half an hour on two cores
     python compare.py envs redundancy        some of them
     python compare.py --repeats 7            more pairs
 
@@ -175,11 +175,11 @@ RACE = {"consume": "ready"}
 PAIRS: dict[str, list[Pair]] = {
     "queue": [
         Pair(
-            "queue against batch scheduling, 8 x 8, rewards of 0.3 s",
+            "queue against batch scheduling, 8 x 8, rewards of 0.3 s, half of the groups filtered",
             "2.16",
             Arm("batch", size(8, 8, env_latency="0.3,0.1", filter_groups=True), StaticSplit),
             Arm("queue", size(8, 8, env_latency="0.3,0.1", filter_groups=True)),
-            "HeavyTail",
+            "Hard",
         ),
         Pair(
             "the same with 16 redundant prompts",
@@ -189,7 +189,7 @@ PAIRS: dict[str, list[Pair]] = {
                 "queue + 16",
                 size(8, 8, env_latency="0.3,0.1", filter_groups=True, redundant_groups=16) | RACE,
             ),
-            "HeavyTail",
+            "Hard",
         ),
     ],
     "replication": [
@@ -263,7 +263,7 @@ class Bench:
             "env": f"{Path(__file__)}:{env}",
             "mode": "sync",
             "batch_timeout": 600,
-            "steps": batches + 1,
+            "steps": batches + 3,  # the last ones of a run start nothing redundant: not timed
             "rollout_workers": WORKERS,
             "max_num_seqs": SLOTS,
             "tasks_per_worker": SLOTS if env != "FourTurns" else 512,

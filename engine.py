@@ -206,9 +206,9 @@ class Engine:
 
     def _submit(self, running: Running) -> None:
         running.request = str(next(self._ids))
-        self.turns[running.request] = running
         prompt = {"prompt_token_ids": running.turn.prompt}
         self.llm.add_request(running.request, prompt, running.params)
+        self.turns[running.request] = running
         self.wake.set()
 
     def _forget(self, running: Running) -> None:

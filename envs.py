@@ -30,6 +30,7 @@ import operator
 import random
 import re
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -184,6 +185,31 @@ class Task:
         return sources(type(self), Task)
 
 
+def attempt(call, what: str, seconds: float | None) -> None:
+    """Call the user's code, for so many seconds at most. Raises ValueError, in one line, for
+    whatever it raises; an own ValueError stays as it is."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:  # it is the user's code: an exit, too, is to be told
+            errors.append(error)
+
+    if seconds is None:
+        run()
+    else:
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if thread.is_alive():
+            raise ValueError(f"{what}: took longer than {seconds:g} s (--env_timeout)")
+    for error in errors:
+        if isinstance(error, ValueError | KeyboardInterrupt):
+            raise error
+        raise ValueError(" ".join(f"{what}: {type(error).__name__}: {error}".split())) from error
+
+
 def sources(cls: type, base: type) -> str:
     """The code of a class and of what it inherits from, up to `base`."""
     return "".join(inspect.getsource(c) for c in cls.__mro__ if c not in (base, *base.__mro__))
@@ -256,17 +282,26 @@ class EnvTask(Task):
         self.env_class = env_class
         for name in ("max_turns", "max_tokens", "chat", "stop", "blocking", "warmup_steps"):
             setattr(self, name, getattr(env_class, name))
-        self.make_env()  # what is not installed, or has another name, is said now
+        # What is not installed, or has another name, is said now.
+        attempt(self.make_env, f"env {config.env}", None)
 
     def make_env(self) -> Env:
         return self.env_class(self.config)
 
     def first_text(self, row: int) -> str:
-        env = self.make_env()
-        said = env.reset(row)
-        said = asyncio.run(said) if inspect.isawaitable(said) else said
-        env.close()
-        return said[0]
+        """The first observation of a seed. Raises ValueError if there is none in time."""
+        said: list = []
+
+        def play() -> None:
+            env = self.env_class(self.config)
+            first = env.reset(row)
+            said.append(asyncio.run(first) if inspect.isawaitable(first) else first)
+            env.close()
+
+        attempt(play, self.describe(row, 0), self.config.env_timeout)
+        if not (isinstance(said[0], tuple) and len(said[0]) == 2 and isinstance(said[0][0], str)):
+            raise ValueError(f"{self.describe(row, 0)}: {said[0]!r:.200} is not (text, info)")
+        return said[0][0]
 
     def describe(self, row: int, turn: int) -> str:
         return f"{self.config.env}, seed {row}, {f'step {turn}' if turn else 'reset'}"
@@ -492,9 +527,13 @@ def load_class(name: str) -> type[Task] | type[Env]:
 SAID = "@what-the-model-said@"  # stands for a turn while a chat template is rendered around it
 
 
+def templated(task: Task, tokenizer) -> bool:
+    return bool(task.chat and tokenizer.chat_template)
+
+
 def encode_prompt(task: Task, text: str, tokenizer) -> list[int]:
     """Token ids of a prompt, in the chat template if the task wants it and the model has one."""
-    if not (task.chat and tokenizer.chat_template):
+    if not templated(task, tokenizer):
         return tokenizer(text)["input_ids"]
     messages = [{"role": "user", "content": text}]
     # return_dict, since its default differs between versions of transformers.
@@ -505,7 +544,7 @@ def encode_prompt(task: Task, text: str, tokenizer) -> list[int]:
 def encode_reply(task: Task, text: str, tokenizer) -> list[int]:
     """Token ids of what follows a sampled turn: its end, what the environment says, and the opening
     of the next turn. They do not depend on what was sampled, so no template can rewrite that."""
-    if not (task.chat and tokenizer.chat_template):
+    if not templated(task, tokenizer):
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     roles = [("user", "-"), ("assistant", SAID), ("user", text)]
     messages = [{"role": role, "content": content} for role, content in roles]

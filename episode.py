@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from buffer import RolloutTask, Sample, derive_seed
-from envs import EnvConfig, Task, encode_prompt, encode_reply
+from envs import EnvConfig, Task, encode_prompt, encode_reply, templated
 
 
 @dataclass(eq=False)
@@ -63,6 +63,17 @@ class Unwanted(Exception):
     """The episode has become too old to be trained on."""
 
 
+UNTAMED = (SystemExit, KeyboardInterrupt, StopIteration, StopAsyncIteration)
+
+
+def tame(call: Callable, *args):
+    """call(*args), where what would end an event loop or a thread becomes an ordinary error."""
+    try:
+        return call(*args)
+    except UNTAMED as error:
+        raise RuntimeError(repr(error)) from error
+
+
 class EnvCalls:
     """Calls environments and rewards apart from the event loop that steps the engine: on a loop of
     their own, in a thread, so that they go on during an engine step and a weight update. Blocking
@@ -78,7 +89,10 @@ class EnvCalls:
         """The value of call(*args), which may be a coroutine; `wait` seconds late, if asked to.
         Raises TimeoutError after --env_timeout seconds."""
         if not (blocking or wait or inspect.iscoroutinefunction(call)):
-            return call(*args)  # microseconds: a thread would cost more
+            result = tame(call, *args)  # microseconds: a thread would cost more
+            if not inspect.isawaitable(result):
+                return result
+            call, args = (lambda: result), ()
         work = self._work(call, args, blocking, wait)
         work = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
@@ -93,10 +107,13 @@ class EnvCalls:
         if wait:
             await asyncio.sleep(wait)
         if blocking and not inspect.iscoroutinefunction(call):
-            result = await self.loop.run_in_executor(self.pool, call, *args)
+            result = await self.loop.run_in_executor(self.pool, tame, call, *args)
         else:
-            result = call(*args)
-        return await result if inspect.isawaitable(result) else result
+            result = tame(call, *args)
+        try:
+            return await result if inspect.isawaitable(result) else result
+        except UNTAMED as error:
+            raise RuntimeError(repr(error)) from error
 
     def later(self, call: Callable) -> None:
         """Have it called in a thread; nobody waits for it."""
@@ -126,7 +143,7 @@ class Episode:
     def __init__(self, task: RolloutTask, games: Task, engine, tokenizer, calls, limits: Limits):
         self.task, self.games, self.engine, self.tokenizer = task, games, engine, tokenizer
         self.calls, self.limits = calls, limits
-        self.row = (games.test if task.eval else games.train)[task.prompt]
+        self.row = None  # of the task's data: some are made when they are asked for
         self.stop_ids = stop_ids(games, tokenizer)
         self.ids: list[int] = []  # all tokens up to the turn in progress
         self.turns: list[Turn] = []
@@ -159,6 +176,7 @@ class Episode:
             )
 
     def _open(self):
+        self.row = (self.games.test if self.task.eval else self.games.train)[self.task.prompt]
         self.env = self.games.make_env()
         return self.env.reset(self.row)
 
@@ -186,12 +204,12 @@ class Episode:
         observation, reward, terminated, truncated, _ = said
         self.reward += float(reward)
         if terminated or truncated or len(self.turns) == self.limits.max_turns:
-            cut = self.limits.max_turns == 1 and turn.truncated
+            cut = any(turn.truncated for turn in self.turns)
             self._end(truncated=cut or not terminated)
             return
         reply = reply_ids(self.games, observation, self.tokenizer)
-        if turn.ids[-1:] == list(reply[:1]):  # the end of turn was sampled: it is there already
-            reply = reply[1:]
+        if templated(self.games, self.tokenizer) and turn.ids[-1:] == list(reply[:1]):
+            reply = reply[1:]  # the end of turn was sampled: it is there already
         if len(self.ids) + len(reply) >= self.limits.max_model_len:
             self._end(truncated=True)
             return
@@ -206,8 +224,13 @@ class Episode:
             said = await self.calls(call, *args, **how)
             check(said)
             return said
+        except asyncio.CancelledError as error:
+            if asyncio.current_task().cancelling():
+                raise  # we did it
+            raise EnvError(f"{self._where()}: CancelledError") from error
         except Exception as error:  # of whatever kind: it is the user's code
-            raise EnvError(f"{self._where()}: {type(error).__name__}: {error}") from error
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            raise EnvError(f"{self._where()}: {why}") from error
 
     def _where(self) -> str:
         return self.games.describe(self.row, len(self.turns))

@@ -106,10 +106,9 @@ class FrozenLake(Grid):
         return self._text(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        number = "ldru".find(action.strip() or "-")
-        if number < 0:
+        if action.strip() not in MOVES:
             return self._text(), 0.0, False, False, {}
-        place, reward, terminated, _, _ = self.lake.step(number)
+        place, reward, terminated, _, _ = self.lake.step("ldru".index(action.strip()))
         self.place = divmod(int(place), self.size)
         return self._text(), float(reward), terminated, False, {}
 

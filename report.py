@@ -10,7 +10,6 @@ import importlib.util
 import json
 import pickle
 import sys
-from collections import Counter
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -148,11 +147,10 @@ def batch_metrics(run) -> dict:
     batch, at = run.batch, run.version - 1
     rewards = np.array([s.reward for s in batch])
     stale = np.array([s.staleness(at) for s in batch])
-    counts, buffer = run.rollouts.take_counts(), run.rollouts.buffer
+    counts, dropped = run.rollouts.take_counts(), run.rollouts.dropped()
     workers = run.rollout.rollout_workers
     worker_time = sum(counts[what] for what in WORKER_TIMES) or 1.0
     engine_steps = counts["engine_steps"] or 1
-    dropped = Counter(buffer.dropped.values())
     return {
         "reward_mean": float(rewards.mean()),
         "solve_rate": float((rewards >= 1).mean()),

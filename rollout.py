@@ -423,6 +423,16 @@ class Rollouts:
         counts.update({f"lost_{what}": value for what, value in lost.items()})
         return counts
 
+    def progress(self) -> dict:
+        """Where a resumed run begins (`SampleBuffer.progress`)."""
+        with self._changed:
+            return self.buffer.progress()
+
+    def dropped(self) -> Counter[str]:
+        """Groups dropped so far, by reason."""
+        with self._changed:
+            return Counter(self.buffer.dropped.values())
+
     def close(self) -> None:
         """End every worker and its children; also when one no longer answers."""
         self._closing = True

@@ -326,8 +326,7 @@ class Run:
     def save(self) -> None:
         """Write checkpoint-<step>. Samples in progress are not saved: they are generated again."""
         self.wait_committed()
-        buffer = self.rollouts and self.rollouts.buffer
-        mine = buffer and buffer.progress()
+        mine = self.rollouts and self.rollouts.progress()
         cells = self.cell.gather_cells(mine)
         directory = self.cell.from_rank_zero(self.log and str(self.log.dir))
         batch = self.buffer.batch_size, self.buffer.group_size

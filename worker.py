@@ -86,11 +86,10 @@ class Worker:
         if kind == "tasks":
             for task in args[0]:
                 episode = self.open(task)
-                self.episodes[task] = episode, asyncio.create_task(self.run(episode))
+                self.start(self.run(episode), [episode])
         elif kind == "lockstep":
             episodes = [self.open(task) for task in args[0]]
-            naive = asyncio.create_task(self.run_naive(episodes))
-            self.episodes |= {episode.task: (episode, naive) for episode in episodes}
+            self.start(self.run_naive(episodes), episodes)
         elif kind == "cancel":
             for task in args[0]:
                 self.cancel(task)
@@ -129,7 +128,15 @@ class Worker:
                 message = self.conn.recv()
             except (EOFError, ConnectionResetError):
                 os.killpg(0, signal.SIGKILL)  # the trainer is gone: leave nothing behind
-            loop.call_soon_threadsafe(self.on_message, *message)
+            loop.call_soon_threadsafe(self.take, *message)
+
+    def take(self, *message) -> None:
+        """A message that cannot be dealt with ends the run: the owner would wait for an answer."""
+        try:
+            self.on_message(*message)
+        except Exception:
+            self.conn.send(("fatal", traceback.format_exc()))
+            os.killpg(0, signal.SIGKILL)
 
     def open(self, task: RolloutTask) -> Episode:
         return Episode(
@@ -145,8 +152,6 @@ class Worker:
             self.too_old.append(episode.task)
         except Exception:  # of whatever kind: the owner counts it and decides
             self.failed.append((episode.task, traceback.format_exc()))
-        finally:
-            self.forget(episode)
 
     async def run_naive(self, episodes: list[Episode]) -> None:
         """All of them in step, for comparison (`compare.py`)."""
@@ -156,14 +161,19 @@ class Worker:
         except Exception:
             details = traceback.format_exc()
             self.failed.extend((episode.task, details) for episode in episodes)
-        finally:
-            for episode in episodes:
-                self.forget(episode)
 
-    def forget(self, episode: Episode) -> None:
-        episode.close()
-        del self.episodes[episode.task]
-        self.wake.set()
+    def start(self, work, episodes: list[Episode]) -> None:
+        """Run it, and forget the episodes when it ends: also if it is cancelled before it began."""
+        running = asyncio.create_task(work)
+        self.episodes |= {episode.task: (episode, running) for episode in episodes}
+
+        def ended(_) -> None:
+            for episode in episodes:
+                episode.close()
+                self.episodes.pop(episode.task, None)
+            self.wake.set()
+
+        running.add_done_callback(ended)
 
     def cancel(self, task: RolloutTask) -> None:
         """Stop an episode at once, in the engine and in its environment; count what it had made."""

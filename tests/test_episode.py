@@ -182,6 +182,28 @@ def test_without_a_chat_template_the_text_alone_is_appended():
     assert encode_reply(env, "", TOKENIZER) == []
 
 
+def test_without_a_template_a_text_that_begins_as_the_turn_ended_loses_nothing():
+    class Says(Counting):
+        def step(self, action):
+            return "2 is more", 0.0, action == "end", False, {}
+
+    env = games(Says)
+    env.chat = False
+    sample = play(env, Scripted(ids_of("2"), ids_of("end")))
+    assert sample.ids.tolist() == ids_of("519:0" + "2" + "2 is more" + "end")
+
+
+def test_an_async_reset_of_an_environment_that_does_not_block():
+    class Mixed(Counting):
+        async def reset(self, seed):
+            await asyncio.sleep(0.01)
+            return Counting.reset(self, seed)
+
+    assert play(games(Mixed), Scripted(ids_of("end"))).ids[:7].tolist() == ids_of(
+        "<|im_start|>519:0<|im_end|>"
+    )
+
+
 def test_each_turn_has_a_seed_of_its_own_that_depends_on_the_sample_and_the_turn():
     engines = [Scripted(ids_of("1"), ids_of("2"), ids_of("end")) for _ in range(2)]
     for engine in engines:
@@ -206,6 +228,15 @@ def test_the_limit_on_turns_ends_an_episode_as_truncated():
     sample = play(games(), Scripted(ids_of("1")), limits=WIDE._replace(max_turns=3))
     assert len(sample.turns) == 3 and sample.truncated and sample.reward == 3.0
     assert sample.mask[-1]  # nothing is appended that no turn follows
+
+
+def test_an_episode_with_a_turn_that_its_limit_cut_is_truncated():
+    def cut_first(engine):
+        engine.asked[-1].truncated = len(engine.asked) == 1
+
+    engine = Scripted(ids_of("1"), ids_of("end"), on_turn=cut_first)
+    sample = play(games(), engine)
+    assert len(sample.turns) == 2 and sample.truncated  # it went on all the same
 
 
 def test_an_episode_that_ends_in_its_last_turn_is_not_truncated():
@@ -292,6 +323,54 @@ def test_what_raises_or_returns_nonsense_is_reported_with_its_seed(
     with pytest.raises(EnvError, match=message) as error:
         play(env, Scripted(ids_of("1")))
     assert str(error.value).startswith("counting, seed 519, ")
+
+
+@pytest.mark.parametrize("wrong", [SystemExit(3), StopIteration(), KeyboardInterrupt()])
+@pytest.mark.parametrize("kind", ["inline", "blocking", "async"])
+def test_what_would_end_a_loop_or_a_thread_is_an_ordinary_fault(wrong, kind):
+    class Leaving(Counting):
+        blocking = kind == "blocking"
+        if kind == "async":
+
+            async def step(self, action):
+                await asyncio.sleep(0)
+                raise wrong
+
+        else:
+
+            def step(self, action):
+                raise wrong
+
+    env = games(Leaving, env_timeout=2)
+    calls = EnvCalls(env.config, 8)
+
+    async def main():
+        for _ in range(2):  # the second finds all as it was
+            episode = Episode(task(), env, Scripted(ids_of("1")), TOKENIZER, calls, WIDE)
+            with pytest.raises(EnvError, match=f"step 1: RuntimeError: .*{type(wrong).__name__}"):
+                await run_episode(episode)
+
+    asyncio.run(main())
+
+
+def test_a_cancellation_of_the_environments_own_is_a_fault_and_not_taken_for_ours():
+    class Cancels(Counting):
+        async def step(self, action):
+            inner = asyncio.create_task(asyncio.sleep(60))
+            inner.cancel()
+            await inner
+
+    with pytest.raises(EnvError, match="seed 519, step 1: CancelledError"):
+        play(games(Cancels), Scripted(ids_of("1")))
+
+
+def test_a_message_of_several_lines_becomes_one():
+    class Verbose(Counting):
+        def step(self, action):
+            raise ValueError("bad move:\n row 3\nsee the manual")
+
+    with pytest.raises(EnvError, match="step 1: ValueError: bad move: row 3 see the manual"):
+        play(games(Verbose), Scripted(ids_of("1")))
 
 
 @pytest.mark.parametrize("kind", ["blocking", "async"])

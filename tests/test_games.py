@@ -97,6 +97,14 @@ def test_distances_go_around_holes():
     assert far == {(2, 2): 0, (1, 2): 1, (0, 2): 2, (2, 1): 1, (2, 0): 2, (1, 0): 3, (0, 0): 4}
 
 
+def test_on_the_frozen_lake_other_words_hold_still():
+    pytest.importorskip("gymnasium")
+    env = FrozenLake(EnvConfig(env="frozenlake"))
+    before, _ = env.reset(3)
+    for action in ("dr", "ru", "ld", "", "right", "é"):
+        assert env.step(action) == (before, 0.0, False, False, {})
+
+
 def test_frozen_lake_is_gymnasiums_own():
     pytest.importorskip("gymnasium")
     for seed in range(40):
@@ -163,6 +171,25 @@ def test_gymnasium_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setattr("envs.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="env frozenlake needs: pip install gymnasium"):
         make_task(EnvConfig(env="frozenlake"))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("def __init__(self, config): raise KeyError('x')", "env .*:E: KeyError: 'x'"),
+        ("def reset(self, seed): raise OSError('gone')", "seed 512, reset: OSError: gone"),
+        ("def reset(self, seed): import sys; sys.exit(3)", "seed 512, reset: SystemExit: 3"),
+        ("def reset(self, seed): return 'text'", r"'text' is not \(text, info\)"),
+        ("def reset(self, seed): import time; time.sleep(60)", "took longer than 0.2 s"),
+    ],
+)
+def test_an_environment_that_cannot_begin_is_refused_in_one_line(tmp_path, body, message):
+    path = tmp_path / "faulty.py"
+    path.write_text(f"from envs import Env\nclass E(Env):\n    {body}\n")
+    with pytest.raises(ValueError, match=message) as error:
+        games = make_task(EnvConfig(env=f"{path}:E", env_timeout=0.2))
+        games.first_text(games.train[0])
+    assert "\n" not in str(error.value)
 
 
 ECHO = '''

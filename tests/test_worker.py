@@ -99,12 +99,22 @@ def serving(tmp_path, monkeypatch):
         0, "", config, EnvConfig(env=f"{path}:Slow"), 0, Limits(9, 9, 200, 1), "float32", True, 0.0
     )
     worker = Worker(theirs, spec)
-    thread = threading.Thread(target=lambda: asyncio.run(worker.serve()))
+    loops = []
+
+    async def serve():
+        loops.append(asyncio.get_running_loop())
+        await worker.serve()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
     assert mine.recv() == ("ready",)
     mine.send(("commit", 0))
     yield SimpleNamespace(
-        worker=worker, pipe=mine, log=sys.modules["custom_env_slow_envs"].LOG, engine=worker.engine
+        loop=loops[0],
+        worker=worker,
+        pipe=mine,
+        log=sys.modules["custom_env_slow_envs"].LOG,
+        engine=worker.engine,
     )
     mine.send(("stop",))
     thread.join(10)
@@ -192,6 +202,24 @@ def test_an_episode_without_a_token_outlives_any_commit(serving):
         serving.pipe.send(("commit", version))
     wait_for(lambda: serving.engine.version == 3)
     assert list(serving.worker.episodes) == [task(2)]
+
+
+def test_a_row_that_cannot_be_made_costs_its_own_episode_only(serving):
+    serving.pipe.send(("tasks", [task(2), task(10**9), task(3)]))
+    samples, failed, _ = results(serving.pipe, 3)
+    assert {sample.task for sample in samples} == {task(2), task(3)}
+    ((one, details),) = failed
+    assert one == task(10**9) and "IndexError" in details
+
+
+def test_an_episode_that_is_cancelled_before_it_began_is_forgotten(serving):
+    def both():
+        serving.worker.on_message("tasks", [task(2)])
+        serving.worker.on_message("cancel", [task(2)])
+
+    serving.loop.call_soon_threadsafe(both)
+    wait_for(lambda: serving.worker.counts["lost_samples"] == 1)
+    wait_for(lambda: not serving.worker.episodes)
 
 
 def test_the_naive_form_plays_all_its_episodes_in_step(serving):
