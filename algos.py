@@ -3,18 +3,25 @@
 Everything here is *flat*: a batch is one row of the T tokens that are trained on, whatever samples
 they belong to. Padding never appears, so no mask can be wrong.
 
-    logp       [T]  log-probability under the policy being trained, with gradient
-    behaviour  [T]  log-probability that the engine recorded when it sampled the token
-    advantage  [T]  of the sample that the token belongs to
-    weight     [T]  what the token counts for (`token_weights`); sums to 1 over the whole batch
+    logp       [T]  log pi, under the policy being trained, with gradient
+    behaviour  [T]  log pi_b, that the engine recorded when it sampled the token (at any version)
+    proximal   [T]  log pi_prox, under the policy as it was when this batch was begun
+    advantage  [T]  A, of the sample that the token belongs to
+    reward     [T]  R, the same
+    sample     [T]  which sample that is
+    weight     [T]  what the token counts for (`token_weights`); token-mean sums to 1 over a batch
 
-Importance ratios are taken against the *behaviour* policy. Against a policy that the trainer
-recomputes at the start of the step they would be 1 with one update a batch, and every clip and
-correction would do nothing.
+A policy loss returns its value for every token, and which tokens its bound acts on. sg(x) is x
+without gradient; r = pi / pi_b is the importance ratio. Ratios are taken against the *behaviour*
+policy. Against a policy that the trainer recomputes at the start of the step they would be 1 with
+one update a batch, and every clip and correction would do nothing.
+
+docs/algorithms.md has them in one table, with a figure of each.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,96 +30,380 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass
 class AlgoConfig:
-    loss: str = field(default="ppo", metadata={"help": "policy loss: ppo"})
-    advantage: str = field(default="grpo", metadata={"help": "advantage estimator: grpo"})
+    loss: str = field(
+        default="ppo",
+        metadata={
+            "help": "policy loss: pg, ppo, decoupled_ppo, tis, cispo, topr, wtopr, gspo, kimi"
+        },
+    )
+    advantage: str = field(
+        default="grpo", metadata={"help": "advantage: grpo, dr_grpo, rloo, reinforce_pp"}
+    )
+    aggregation: str = field(
+        default="token_mean",
+        metadata={
+            "help": "token_mean: all tokens count the same; sequence_mean: all samples do; "
+            "constant: tokens are summed and divided by a fixed length"
+        },
+    )
+    constant_length: int = field(
+        default=0, metadata={"help": "tokens, of aggregation constant; 0: the limit of an episode"}
+    )
     clip_low: float = field(default=0.2, metadata={"help": "ratio is clipped below 1 - clip_low"})
     clip_high: float = field(default=0.2, metadata={"help": "ratio is clipped above 1 + clip_high"})
+    dual_clip: float = field(
+        default=0.0,
+        metadata={
+            "help": "ppo, decoupled_ppo: loss of a bad token at most this times |A|; 0: no bound"
+        },
+    )
+    behaviour_cap: float = field(
+        default=2.0, metadata={"help": "decoupled_ppo: largest weight pi_prox / pi_b"}
+    )
+    tis_low: float = field(default=0.0, metadata={"help": "tis: smallest weight"})
+    tis_high: float = field(default=1.0, metadata={"help": "tis: largest weight"})
+    topr_positive: float = field(default=1.0, metadata={"help": "wtopr: weight where R > 0"})
+    topr_negative: float = field(default=0.5, metadata={"help": "wtopr: weight where R <= 0"})
+    cispo_low: float = field(
+        default=1.0, metadata={"help": "cispo: smallest weight is 1 - cispo_low; 1: no bound below"}
+    )
+    cispo_high: float = field(default=0.2, metadata={"help": "cispo: largest is 1 + cispo_high"})
+    gspo_low: float = field(default=3e-4, metadata={"help": "gspo: clip below 1 - gspo_low"})
+    gspo_high: float = field(default=4e-4, metadata={"help": "gspo: clip above 1 + gspo_high"})
+    kimi_tau: float = field(default=0.1, metadata={"help": "kimi: weight of the squared distance"})
+    correction: str = field(
+        default="none",
+        metadata={
+            "help": "on pi_prox / pi_b, with any loss: token_mask or sequence_mask (leave out what "
+            "lies outside of low..high), token_truncate or sequence_truncate (as a weight, cut)"
+        },
+    )
+    correction_low: float = field(default=0.5, metadata={"help": "lower bound of the correction"})
+    correction_high: float = field(default=2.0, metadata={"help": "upper bound of the correction"})
     truncated: str = field(
         default="train",
         metadata={
-            "help": "samples that a limit on tokens or turns has ended: train on them, or mask "
-            "their tokens (their reward still counts for the others of their group)",
-            "choices": ["train", "mask"],
+            "help": "samples that a limit on tokens or turns has ended: train on them, mask their "
+            "tokens (the reward still counts for the others of the group), or penalise: less reward"
         },
+    )
+    truncated_penalty: float = field(
+        default=0.5, metadata={"help": "taken from the reward of truncated samples, if penalised"}
     )
     kl_coef: float = field(
         default=0.0, metadata={"help": "weight of the KL to the initial model; 0: no such model"}
     )
+    entropy_coef: float = field(default=0.0, metadata={"help": "weight of the entropy bonus"})
 
     def __post_init__(self):
-        if self.loss not in LOSSES:
-            raise ValueError(f"--loss is one of {', '.join(LOSSES)} (got {self.loss})")
-        if self.advantage not in ADVANTAGES:
-            known = ", ".join(ADVANTAGES)
-            raise ValueError(f"--advantage is one of {known} (got {self.advantage})")
-        if not (0 < self.clip_low < 1 and self.clip_high > 0):  # also true of NaN
+        choices = {
+            "loss": LOSSES,
+            "advantage": ADVANTAGES,
+            "aggregation": AGGREGATIONS,
+            "correction": CORRECTIONS,
+            "truncated": ("train", "mask", "penalise"),
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                value = getattr(self, name)
+                raise ValueError(f"--{name} is one of {', '.join(known)} (got {value})")
+        # Comparisons are written so that NaN is refused too.
+        if not (0 < self.clip_low < 1 and self.clip_high > 0):
             raise ValueError("--clip_low lies between 0 and 1, --clip_high above 0")
-        if self.truncated not in ("train", "mask"):
-            raise ValueError(f"--truncated is train or mask (got {self.truncated})")
-        if not self.kl_coef >= 0:
-            raise ValueError(f"--kl_coef must be 0 or more (got {self.kl_coef})")
+        if not (0 < self.cispo_low <= 1 and self.cispo_high > 0):
+            raise ValueError("--cispo_low lies above 0 and up to 1, --cispo_high above 0")
+        if not (0 < self.gspo_low < 1 and self.gspo_high > 0):
+            raise ValueError("--gspo_low lies between 0 and 1, --gspo_high above 0")
+        if not (self.dual_clip == 0 or self.dual_clip > 1):
+            raise ValueError(f"--dual_clip is 0 (off) or above 1 (got {self.dual_clip})")
+        for low, high in (("tis_low", "tis_high"), ("correction_low", "correction_high")):
+            if not 0 <= getattr(self, low) < getattr(self, high):
+                raise ValueError(f"--{low} lies between 0 and --{high}")
+        if not self.behaviour_cap > 0:
+            raise ValueError(f"--behaviour_cap must be above 0 (got {self.behaviour_cap})")
+        for name in (
+            "topr_positive", "topr_negative", "kimi_tau", "truncated_penalty", "kl_coef",
+            "entropy_coef", "constant_length",
+        ):  # fmt: skip
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"--{name} must be 0 or more (got {getattr(self, name)})")
+
+
+class Tokens(NamedTuple):
+    """What a loss is computed from, each [T]: see the top of this file."""
+
+    logp: Tensor
+    behaviour: Tensor
+    proximal: Tensor
+    advantage: Tensor
+    reward: Tensor
+    sample: Tensor  # int64
+
+
+def ratio(logp: Tensor, anchor: Tensor) -> Tensor:
+    """exp(logp - anchor): in log space, and bounded so that nothing becomes infinite."""
+    return (logp - anchor).clamp(-20, 20).exp()
+
+
+def sequence_mean(values: Tensor, sample: Tensor) -> Tensor:
+    """The mean of each sample's tokens, at each of them, [T]."""
+    size = int(sample.max()) + 1 if len(sample) else 0
+    total = values.new_zeros(size).index_add(0, sample, values)
+    count = values.new_zeros(size).index_add(0, sample, torch.ones_like(values))
+    return (total / count.clamp(min=1))[sample]
 
 
 # -- advantages: rewards [groups, n] -> advantages [groups, n] -----------------------------------
 
 
+def centred(rewards: Tensor) -> Tensor:
+    """R - mean of the group, in float64. A group whose rewards are all equal gets exactly 0: judged
+    by its spread, since the rounding left over from the mean, divided by a tiny deviation, would
+    otherwise pass for a signal."""
+    rewards = rewards.double()  # [G, n]
+    spread = rewards.amax(1, keepdim=True) - rewards.amin(1, keepdim=True)
+    # Written so that NaN stays NaN.
+    return torch.where(spread <= 1e-8, 0.0, rewards - rewards.mean(1, keepdim=True))
+
+
 def grpo_advantage(rewards: Tensor) -> Tensor:
     """Group-relative: (R - mean of the group) / (standard deviation of the group + 1e-6).
 
-    GRPO, DeepSeekMath (arXiv 2402.03300), §4.1.2; unbiased standard deviation, as ROLL has it.
-    A group whose rewards are all equal gets exactly 0: judged by its spread, since the rounding
-    left over from the mean, divided by a tiny deviation, would otherwise pass for a signal.
+    GRPO, DeepSeekMath (arXiv 2402.03300); unbiased standard deviation, as ROLL has it.
     """
-    rewards = rewards.double()  # [G, n]
-    centred = rewards - rewards.mean(1, keepdim=True)
-    scaled = centred / (rewards.std(1, keepdim=True) + 1e-6)
-    spread = rewards.amax(1, keepdim=True) - rewards.amin(1, keepdim=True)
-    return torch.where(spread <= 1e-8, 0.0, scaled).float()  # NaN stays NaN
+    return (centred(rewards) / (rewards.double().std(1, keepdim=True) + 1e-6)).float()
 
 
-ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {"grpo": grpo_advantage}
+def dr_grpo_advantage(rewards: Tensor) -> Tensor:
+    """R - mean of the group. Dr. GRPO (arXiv 2503.20783): dividing by the deviation favours
+    questions that are nearly always, or nearly never, solved."""
+    return centred(rewards).float()
 
 
-# -- policy losses: per token, to be minimised ---------------------------------------------------
+def rloo_advantage(rewards: Tensor) -> Tensor:
+    """R - mean of the others of the group: (R - mean) n / (n - 1).
 
-
-def ppo_loss(logp: Tensor, behaviour: Tensor, advantage: Tensor, config: AlgoConfig):
-    """Clipped surrogate: -min(r A, clip(r, 1 - low, 1 + high) A), r = pi / pi_behaviour.
-
-    PPO (arXiv 1707.06347), eq. 7, with the two clip bounds apart. Departure: r is against the
-    behaviour policy (see the top of this file), so the clip also bounds stale samples.
-    Returns the loss [T], and per-token diagnostics [T].
+    REINFORCE leave-one-out (arXiv 2402.14740): the baseline does not depend on the sample.
     """
-    ratio = (logp - behaviour).exp()  # [T]
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    loss = -torch.minimum(ratio * advantage, clipped * advantage)
-    acts = (clipped * advantage < ratio * advantage).float()  # the clip took the gradient away
-    return loss, {"ratio": ratio.detach(), "clip": acts}
+    n = rewards.shape[1]
+    return (centred(rewards) * n / (n - 1)).float()
 
 
-LOSSES: dict[str, Callable] = {"ppo": ppo_loss}
+def reinforce_pp_advantage(rewards: Tensor) -> Tensor:
+    """(R - mean of the batch) / (standard deviation of the batch + 1e-6).
+
+    REINFORCE++ (arXiv 2501.03262): normalised over the whole batch instead of the group.
+    Departure: its KL is not in the reward (see --kl_coef).
+    """
+    whole = rewards.double().reshape(1, -1)  # [1, G * n]
+    return (centred(whole) / (whole.std() + 1e-6)).reshape(rewards.shape).float()
+
+
+ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "grpo": grpo_advantage,
+    "dr_grpo": dr_grpo_advantage,
+    "rloo": rloo_advantage,
+    "reinforce_pp": reinforce_pp_advantage,
+}
+
+
+# -- policy losses: per token, to be minimised; and the tokens that their bound acts on ------------
+
+
+def pg_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
+    """-A log pi: REINFORCE (Williams 1992). No ratio: stale data counts as if it were fresh."""
+    return -t.advantage * t.logp, torch.zeros_like(t.logp)
+
+
+def ppo_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
+    """-min(r A, clip(r, 1 - low, 1 + high) A), r = pi / pi_b.
+
+    PPO (arXiv 1707.06347); bounds apart as in DAPO (arXiv 2503.14476). With `dual_clip` c
+    (arXiv 1912.09729) the loss for A < 0 is at most c |A|.
+    Departure: r is against the behaviour policy, so the clip also bounds what stale samples do.
+    """
+    return clipped_surrogate(ratio(t.logp, t.behaviour), t.advantage, config)
+
+
+def clipped_surrogate(r: Tensor, advantage: Tensor, config: AlgoConfig) -> tuple[Tensor, Tensor]:
+    clipped = r.clamp(1 - config.clip_low, 1 + config.clip_high)
+    loss = -torch.minimum(r * advantage, clipped * advantage)
+    acts = clipped * advantage < r * advantage  # the clip took the gradient away
+    if config.dual_clip:
+        bound = -config.dual_clip * advantage
+        cut = (advantage < 0) & (loss > bound)
+        loss, acts = torch.where(cut, bound, loss), acts | cut
+    return loss, acts.float()
+
+
+def decoupled_ppo_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
+    """-sg(min(pi_prox / pi_b, cap)) min(u A, clip(u, 1 - low, 1 + high) A), u = pi / pi_prox.
+
+    Decoupled PPO (arXiv 2110.00641), as used in AReaL (arXiv 2505.24298): the clip is around where
+    this update begins, however old the samples are; the first factor corrects for their age.
+    Departure: that factor is truncated at `behaviour_cap`. It has no bound below.
+    """
+    weight = ratio(t.proximal, t.behaviour).clamp(max=config.behaviour_cap).detach()
+    loss, acts = clipped_surrogate(ratio(t.logp, t.proximal), t.advantage, config)
+    return weight * loss, acts
+
+
+def tis_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
+    """-sg(clip(r, low, high)) A log pi: truncated importance sampling, as ROLL's `tis`, which clips
+    to 0..1. The name is used elsewhere for weights between trainer and engine alone."""
+    r = ratio(t.logp, t.behaviour).detach()
+    weight = r.clamp(config.tis_low, config.tis_high)
+    return -weight * t.advantage * t.logp, (weight != r).float()
+
+
+def cispo_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
+    """-sg(clip(r, 1 - low, 1 + high)) A log pi.
+
+    CISPO, MiniMax-M1 (arXiv 2506.13585): the weight is clipped, not the gradient, so that no
+    token is left out. As in the paper there is no lower bound, unless `cispo_low` is below 1 (ROLL
+    has 0.1: then bad tokens are pushed down at nearly full weight also when they are long gone).
+    """
+    r = ratio(t.logp, t.behaviour).detach()
+    weight = r.clamp(1 - config.cispo_low, 1 + config.cispo_high)
+    return -weight * t.advantage * t.logp, (weight != r).float()
+
+
+def topr_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
+    """-A log pi where R > 0, -sg(clip(r, 0, 1)) A log pi where R <= 0.
+
+    TOPR (arXiv 2503.14286): what is right is imitated, what is wrong is pushed away only as far as
+    it is still likely. Departures: per token, as in ROLL, where the paper's r is of the sequence;
+    the paper's factor is R, with R = 0 on the imitated side, where ours is A.
+    """
+    return tapered(t, 1.0, 1.0)
+
+
+def wtopr_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
+    """TOPR with the two kinds of samples weighted: w+ where R > 0, w- where R <= 0 (ROLL Flash's
+    weighted TOPR; which weights the paper used is not known)."""
+    return tapered(t, config.topr_positive, config.topr_negative)
+
+
+def tapered(t: Tokens, positive: float, negative: float) -> tuple[Tensor, Tensor]:
+    r = ratio(t.logp, t.behaviour).detach()
+    right = t.reward > 0  # the reward itself, not the advantage
+    weight = torch.where(right, positive, negative * r.clamp(max=1.0))
+    return -weight * t.advantage * t.logp, (~right & (r > 1)).float()
+
+
+def gspo_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
+    """-min(s A, clip(s, 1 - low, 1 + high) A), s = exp(mean over the sequence of log r).
+
+    GSPO (arXiv 2507.18071), eq. 5: one ratio a sequence, the geometric mean of its tokens'.
+    Departure: every token carries its sequence's value, so that --aggregation decides how sequences
+    of different lengths count (sequence_mean is the paper's).
+    """
+    log_r = (t.logp - t.behaviour).clamp(-20, 20)
+    s = sequence_mean(log_r, t.sample).exp()
+    clipped = s.clamp(1 - config.gspo_low, 1 + config.gspo_high)
+    loss = -torch.minimum(s * t.advantage, clipped * t.advantage)
+    return loss, (clipped * t.advantage < s * t.advantage).float()
+
+
+def kimi_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
+    """-A log pi + tau / 2 (log pi - log pi_b)^2.
+
+    Kimi k1.5 (arXiv 2501.12599), §2.3.2: the square holds the policy near the one that sampled.
+    Departure: per token, as in ROLL; the paper squares the sequence's log-ratio.
+    """
+    log_r = t.logp - t.behaviour
+    loss = -t.advantage * t.logp + config.kimi_tau / 2 * log_r.square()
+    return loss, torch.zeros_like(loss)
+
+
+LOSSES: dict[str, Callable[[Tokens, AlgoConfig], tuple[Tensor, Tensor]]] = {
+    "pg": pg_loss,
+    "ppo": ppo_loss,
+    "decoupled_ppo": decoupled_ppo_loss,
+    "tis": tis_loss,
+    "cispo": cispo_loss,
+    "topr": topr_loss,
+    "wtopr": wtopr_loss,
+    "gspo": gspo_loss,
+    "kimi": kimi_loss,
+}
 
 
 def kl_penalty(logp: Tensor, reference: Tensor) -> Tensor:
     """Unbiased, always positive estimate of KL(pi || reference), per token: e^d - d - 1 with
     d = log reference - log pi ("k3", Schulman 2020, "Approximating KL divergence")."""
     d = (reference - logp).clamp(-10, 10)
-    return d.exp() - d - 1
+    return d.expm1() - d  # e^d - 1 without the rounding that would make small ones negative
+
+
+# -- corrections: on how far the trainer's policy is from the one that sampled ---------------------
+
+CORRECTIONS = ("none", "token_mask", "token_truncate", "sequence_mask", "sequence_truncate")
+
+
+def correct(
+    proximal: Tensor, behaviour: Tensor, sample: Tensor, config: AlgoConfig
+) -> tuple[Tensor, Tensor]:
+    """What to multiply a token's loss by, and whether it counts at all (then also in the
+    denominator), both [T], from rho = pi_prox / pi_b: for a fresh token the mismatch of trainer and
+    engine, for a stale one its age too. On sequences rho is the geometric mean.
+
+    Masks after IcePop and MIS, truncation after "Your efficient RL framework secretly brings you
+    off-policy RL training" (Yao et al. 2025). Departure: what a mask keeps has weight 1, where
+    those papers keep rho. Truncation is for losses that have no ratio against
+    pi_b of their own (pg, kimi): with the others it would correct twice.
+    """
+    log_rho = (proximal - behaviour).clamp(-20, 20)
+    if config.correction.startswith("sequence"):
+        log_rho = sequence_mean(log_rho, sample)
+    rho, keep = log_rho.exp(), torch.ones_like(log_rho, dtype=torch.bool)
+    if config.correction.endswith("truncate"):
+        return rho.clamp(max=config.correction_high), keep
+    if config.correction.endswith("mask"):
+        keep = (rho >= config.correction_low) & (rho <= config.correction_high)
+    return torch.ones_like(rho), keep
 
 
 # -- aggregation ---------------------------------------------------------------------------------
 
 
-def token_weights(count: int, total_tokens: float) -> Tensor:
-    """Token-mean: every token counts 1 / (tokens of the whole batch, over all ranks).
+def token_mean(lengths: Tensor, tokens: float, samples: float, constant: int) -> Tensor:
+    """1 / (tokens of the batch): every token counts the same (DAPO, arXiv 2503.14476)."""
+    return torch.full_like(lengths, 1.0 / max(tokens, 1.0))
 
-    The denominator is global, so the loss is the same however the batch is cut into micro-batches
-    or spread over ranks. Returns [count], for the trained tokens here.
-    """
-    return torch.full((count,), 1.0 / max(total_tokens, 1.0))
+
+def sequence_mean_weights(lengths: Tensor, tokens: float, samples: float, constant: int) -> Tensor:
+    """1 / (samples of the batch x length): every sample counts the same (GRPO, arXiv 2402.03300):
+    a token of a long one counts less."""
+    return 1.0 / (max(samples, 1.0) * lengths.clamp(min=1))
+
+
+def constant_weights(lengths: Tensor, tokens: float, samples: float, constant: int) -> Tensor:
+    """1 / (samples of the batch x a fixed length) (Dr. GRPO, arXiv 2503.20783)."""
+    return torch.full_like(lengths, 1.0 / (max(samples, 1.0) * constant))
+
+
+AGGREGATIONS: dict[str, Callable[[Tensor, float, float, int], Tensor]] = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean_weights,
+    "constant": constant_weights,
+}
+
+
+def token_weights(
+    sample: Tensor, lengths: Tensor, tokens: float, samples: float, config: AlgoConfig
+) -> Tensor:
+    """What each token's loss counts for, [T]. `lengths` [S] has the trained tokens of each sample;
+    `tokens` and `samples` are counted over the whole batch, on all ranks, under the same mask: so
+    the loss is the same however the batch is cut into micro-batches or spread over ranks."""
+    weigh = AGGREGATIONS[config.aggregation]
+    return weigh(lengths.float(), tokens, samples, config.constant_length)[sample]
 
 
 # -- log-probabilities ---------------------------------------------------------------------------
+
+
+CHUNK_NUMBERS = 64 * 2**20  # logits at a time: 256 MiB in fp32, a few times that with what is kept
 
 
 def token_logprobs(
@@ -120,17 +411,23 @@ def token_logprobs(
     head: Callable[[Tensor], Tensor],
     targets: Tensor,
     temperature: float,
-    chunk: int = 2048,
+    chunk: int | None = None,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of each distribution, both [T], in fp32.
 
     hidden [T, D], targets [T]; head maps [t, D] to logits [t, V]. Works in chunks and recomputes
-    each in the backward pass, so that at most `chunk` rows of logits exist at any time.
+    each in the backward pass, so that at most `chunk` rows of logits exist at any time; by default
+    as many as make CHUNK_NUMBERS over the vocabulary, or one.
     """
+    if chunk is None:
+        with torch.no_grad():
+            vocabulary = head(hidden[:1]).shape[-1]
+        chunk = max(1, CHUNK_NUMBERS // vocabulary)
 
     def piece(h: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         logp = (head(h).float() / temperature).log_softmax(-1)  # [t, V]
-        with torch.no_grad():
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = -(logp.exp() * logp).sum(-1)  # [t]
         return logp.gather(-1, y[:, None]).sum(-1), entropy  # not a view: FSDP2 warns of those
 

@@ -21,7 +21,7 @@ ROLL Flash: asynchronous RL post-training of language models, in a few readable 
 Flags of training (batch_size counts groups; all files of a run are in --run_dir):
   --mode sync|async      --alpha F (asynchronous ratio)     --on_update resume|restart|drain
   --consume fifo|ready   --redundant_groups R               --redundant_samples R     --filter_groups
-  --rollout_workers R    --report_to tensorboard,wandb
+  --rollout_workers R    --loss ppo|pg|decoupled_ppo|tis|cispo|topr|wtopr|gspo|kimi    --report_to tensorboard,wandb
   --model tiny|smollm2|PATH|HUB_NAME                        --learning_rate F   --kl_coef F
   --env addition|max3|countdown|gsm8k|math|rg:TASK|my_file.py:MyTask              --data FILE
   --env grid|frozenlake|guess|gem:ID|textarena:ID|textworld|my_file.py:MyEnv (several turns)

@@ -31,6 +31,7 @@ class Packed(NamedTuple):
     predictors: Tensor  # [T] index into N * L of the position that predicts the token
     targets: Tensor  # [T]
     behaviour: Tensor  # [T] log-probability that the engine recorded
+    versions: Tensor  # [T] of the weights that made the token
     sample: Tensor  # [T] which sample the token belongs to
 
     def to(self, device) -> "Packed":
@@ -90,7 +91,7 @@ def pack(samples: list[Sample], rows: list[list[int]]) -> Packed:
     n, longest = len(rows), max(row_length(samples, row) for row in rows)
     ids, positions = np.zeros((n, longest), np.int64), np.zeros((n, longest), np.int64)
     segments = np.full((n, longest), -1)
-    predictors, targets, behaviour, owner = [], [], [], []
+    predictors, targets, behaviour, versions, owner = [], [], [], [], []
     for r, row in enumerate(rows):
         p = len(prompt_of(samples[row[0]]))
         ids[r, :p], positions[r, :p], segments[r, :p] = samples[row[0]].ids[:p], np.arange(p), 0
@@ -104,14 +105,15 @@ def pack(samples: list[Sample], rows: list[list[int]]) -> Packed:
             predictors.append(r * longest + before[mask])
             targets.append(tail[mask])
             behaviour.append(samples[i].logprobs[p:][mask])
+            versions.append(samples[i].versions[p:][mask])
             owner.append(np.full(int(mask.sum()), i))
             start += len(tail)
     attention = None
     if any(len(row) > 1 for row in rows):
         of, to = segments[:, None, :, None], segments[:, None, None, :]  # [N, 1, L, L]
         attention = np.tril((to == 0) | (to == of))
-    flat = (np.concatenate(part) for part in (predictors, targets, behaviour, owner))
-    predictors, targets, behaviour, owner = map(torch.from_numpy, flat)
+    flat = (np.concatenate(part) for part in (predictors, targets, behaviour, versions, owner))
+    predictors, targets, behaviour, versions, owner = map(torch.from_numpy, flat)
     return Packed(
         torch.from_numpy(ids),
         torch.from_numpy(positions),
@@ -119,5 +121,6 @@ def pack(samples: list[Sample], rows: list[list[int]]) -> Packed:
         predictors,
         targets.long(),
         behaviour,
+        versions,
         owner,
     )

@@ -158,10 +158,12 @@ def batch_metrics(run) -> dict:
         "mismatch_mean": run.rollouts.mismatches[at][1],
         "staleness_mean": float(stale.mean()),
         "staleness_max": int(stale.max()),
+        "staleness_hist": np.bincount(stale).tolist(),  # samples of age 0, 1, ...
         "tokens": int(sum(s.mask.sum() for s in batch)),
         "tokens_made": counts["tokens"],
         "samples": len(batch),
         "length_mean": float(np.mean([s.mask.sum() for s in batch])),
+        "length_max": int(max(s.mask.sum() for s in batch)),
         "turns_mean": float(np.mean([len(s.turns) for s in batch])),
         "truncated": float(np.mean([s.truncated for s in batch])),
         **{f"dropped_{why}": dropped[why] for why in ("filtered", "stale", "failed", "redundant")},

@@ -172,6 +172,8 @@ class Run:
         alone = buffer.alpha == 0
         torch.set_num_threads(max(1, cores // cell.local_world) if alone else 1)
         self.worker_threads = max(1, cores // rollout.rollout_workers) if alone else 1
+        turns = rollout.max_turns or self.task.max_turns
+        algo.constant_length = algo.constant_length or self.max_tokens * turns
         self.trainer = Trainer(
             cell, trainer, algo, resumed_from or base, base, buffer.group_size,
             rollout.temperature, self.dtype,
@@ -266,7 +268,7 @@ class Run:
 
     def train_on(self, batch: list[Sample]) -> None:
         start = time.perf_counter()
-        self.metrics = self.trainer.step(batch)
+        self.metrics = self.trainer.step(batch, self.version)
         self.t_train = time.perf_counter() - start
 
     def publish(self, version: int) -> None:
@@ -350,8 +352,10 @@ def check(config: RunConfig, buffer: BufferConfig, algo: AlgoConfig) -> None:
     """What no single dataclass can see. Raises ValueError, with one line."""
     if config.mode == "sync":
         buffer.alpha = 0.0
-    if buffer.group_size == 1 and algo.advantage == "grpo":
-        raise ValueError("--advantage grpo compares samples of a group: --group_size 2 or more")
+    if buffer.group_size == 1 and algo.advantage != "reinforce_pp":
+        raise ValueError(
+            f"--advantage {algo.advantage} compares samples of a group: --group_size 2 or more"
+        )
     if not config.model:
         config.model = "Qwen/Qwen2.5-0.5B-Instruct" if torch.cuda.is_available() else "tiny"
     report.check_destinations(config.report_to)

@@ -10,7 +10,6 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -44,6 +43,9 @@ class TrainerConfig:
     learning_rate: float = field(default=0.0, metadata={"help": "AdamW; 0: the model's preset"})
     lr_warmup: int = field(default=0, metadata={"help": "steps over which the rate rises linearly"})
     grad_clip: float = field(default=1.0, metadata={"help": "largest norm of the gradient"})
+    minibatches: int = field(
+        default=1, metadata={"help": "optimiser steps a batch, each on a part of its groups"}
+    )
     micro_tokens: int = field(
         default=16384, metadata={"help": "tokens (padding included) a forward pass"}
     )
@@ -53,7 +55,7 @@ class TrainerConfig:
         for name in ("learning_rate", "lr_warmup"):
             if not 0 <= getattr(self, name) < math.inf:  # also true of NaN
                 raise ValueError(f"--{name} must be 0 or more (got {getattr(self, name)})")
-        for name in ("grad_clip", "micro_tokens", "bucket_mb"):
+        for name in ("grad_clip", "micro_tokens", "bucket_mb", "minibatches"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"--{name} must be above 0 (got {getattr(self, name)})")
 
@@ -145,7 +147,9 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, packed: Packed, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, packed: Packed, temperature: float, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of the T trained tokens, each [T]."""
         # Without a mask attention is causal, and padding on the right is never looked at.
         hidden = self.model.base_model(
@@ -155,7 +159,21 @@ class Policy(nn.Module):
             use_cache=False,
         ).last_hidden_state.flatten(0, 1)  # [N * L, D]
         head = self.model.get_output_embeddings()
-        return algos.token_logprobs(hidden[packed.predictors], head, packed.targets, temperature)
+        return algos.token_logprobs(
+            hidden[packed.predictors], head, packed.targets, temperature,
+            entropy_gradient=entropy_gradient,
+        )  # fmt: skip
+
+
+@dataclass
+class Piece:
+    """A micro-batch, whether it counts, and how its tokens stand to the policy before the step."""
+
+    packed: Packed
+    counts: bool
+    proximal: Tensor | None = None  # [T] log-probability
+    factor: Tensor | None = None  # [T] of the correction
+    keep: Tensor | None = None  # bool [T]
 
 
 class Trainer:
@@ -199,65 +217,173 @@ class Trainer:
             fully_shard(policy, mp_policy=mixed)
         return policy
 
-    def step(self, samples: list[Sample]) -> dict[str, float]:
-        """One optimiser step on this node's part of the batch (all of it goes to every rank of the
-        node, each takes its share). Returns metrics of the whole batch."""
-        rewards = torch.tensor([s.reward for s in samples]).view(-1, self.group_size)  # [G, n]
-        advantages = algos.ADVANTAGES[self.algo.advantage](rewards).flatten()  # [G * n]
-        if self.algo.truncated == "mask":
-            samples = [replace(s, mask=s.mask & (not s.truncated)) for s in samples]
-        tokens = float(sum(int(s.mask.sum()) for s in samples))
-        total = self.cell.sum(tokens) / self.cell.local_world  # trained tokens of all nodes
-        seen = []
-        for packed, counts in self._pieces(samples):
-            advantage = advantages.to(packed.sample.device)[packed.sample]  # [T]
-            weight = counts * algos.token_weights(len(packed.targets), total).to(advantage)  # [T]
-            logp, entropy = self.policy(packed, self.temperature)  # [T]
-            loss, stats = algos.LOSSES[self.algo.loss](logp, packed.behaviour, advantage, self.algo)
-            if self.reference is not None:
-                with torch.no_grad():
-                    reference, _ = self.reference(packed, self.temperature)
-                loss = loss + self.algo.kl_coef * algos.kl_penalty(logp, reference)
-            # FSDP averages gradients over ranks; the weights already carry the global denominator.
-            ((loss * weight).sum() * self.cell.world).backward()
-            seen.append(stats | {"weight": weight, "loss": loss.detach(), "entropy": entropy})
-        return self._update(seen, samples)
+    def step(self, samples: list[Sample], version: int = 0) -> dict[str, float]:
+        """Train on this node's part of a batch (all of it goes to every rank of the node, each
+        takes its share), in `minibatches` optimiser steps. `version` is what the trainer holds,
+        for the diagnostics by age. Returns metrics of the whole batch."""
+        samples, advantages, rewards = self._judge(samples)
+        groups, parts = len(samples) // self.group_size, self.config.minibatches
+        dealt = [range(part, groups, parts) for part in range(min(parts, groups))]
+        minibatches = [self._pieces(samples, list(part)) for part in dealt]
+        self._anchor(minibatches)
+        seen, losses, norms = [], [], []
+        for pieces in minibatches:
+            sizes = self._sizes(pieces, len(samples))
+            stats = [self._backward(piece, advantages, rewards, sizes) for piece in pieces]
+            loss, norm = self._update(stats, samples)
+            seen += stats
+            losses.append(loss)
+            norms.append(norm)
+        self.scheduler.step()
+        means = {"loss": float(np.mean(losses)), "grad_norm": float(np.mean(norms))}
+        return means | self._diagnostics(seen, version)
 
-    def _pieces(self, samples: list[Sample]) -> Iterator[tuple[Packed, bool]]:
-        """This rank's share of the samples in micro-batches, and whether each one counts: FSDP's
-        collectives need as many forward passes on every rank, so a rank with fewer repeats one."""
-        cell = self.cell
-        rows = share_prompts(samples)
+    def _judge(self, samples: list[Sample]) -> tuple[list[Sample], Tensor, Tensor]:
+        """Samples as they are to be trained on, their advantages [S], and their rewards [S]."""
+        how, cell = self.algo.truncated, self.cell
+        if how == "mask":
+            samples = [replace(s, mask=s.mask & (not s.truncated)) for s in samples]
+        penalty = self.algo.truncated_penalty * (how == "penalise")
+        rewards = torch.tensor([s.reward - penalty * s.truncated for s in samples])  # [S]
+        # Some advantages are normalised over the whole batch, which is spread over nodes.
+        everyone = cell.gather_cells(rewards) if cell.nodes > 1 else [rewards]
+        before = sum(map(len, everyone[: cell.node]))
+        grouped = torch.cat(everyone).view(-1, self.group_size)  # [G, n]
+        advantages = algos.ADVANTAGES[self.algo.advantage](grouped).flatten()
+        mine = advantages[before : before + len(rewards)]
+        return samples, mine.to(cell.device), rewards.to(cell.device)
+
+    def _pieces(self, samples: list[Sample], groups: list[int]) -> list[Piece]:
+        """This rank's share of some groups in micro-batches. FSDP's collectives need as many
+        forward passes on every rank, so a rank with fewer repeats one, without counting it."""
+        cell, n = self.cell, self.group_size
+        chosen = [g * n + i for g in groups for i in range(n)]
+        rows = [[chosen[i] for i in row] for row in share_prompts([samples[i] for i in chosen])]
         rows.sort(key=lambda row: row_length(samples, row))
         mine = rows[cell.local_rank :: cell.local_world] or rows[:1]
         counts = len(rows) > cell.local_rank
         lengths = [row_length(samples, row) for row in mine]
         pieces = cut_micro_batches(lengths, self.config.micro_tokens)
         spare = int(cell.max(len(pieces))) - len(pieces)
-        for number, piece in enumerate(pieces + pieces[:1] * spare):
-            packed = pack(samples, [mine[i] for i in piece])
-            yield packed.to(cell.device), counts and number < len(pieces)
+        return [
+            Piece(
+                pack(samples, [mine[i] for i in piece]).to(cell.device),
+                counts and number < len(pieces),
+            )
+            for number, piece in enumerate(pieces + pieces[:1] * spare)
+        ]
 
-    def _update(self, seen: list[dict[str, Tensor]], samples: list[Sample]) -> dict[str, float]:
-        """Clip, check, step; and reduce the per-token statistics over pieces and ranks."""
-        norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.grad_clip)
-        norm = whole(norm)
-        tokens = {key: torch.cat([piece[key] for piece in seen]) for key in seen[0]}  # [T] each
-        weight = tokens.pop("weight")
-        mean = {key: self.cell.sum(float((value * weight).sum())) for key, value in tokens.items()}
-        if not math.isfinite(mean["loss"]) or not math.isfinite(float(norm)):
-            raise NonFiniteError(mean["loss"], float(norm), samples)
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        counted = tokens["ratio"][weight > 0]
+    @torch.no_grad()
+    def _anchor(self, minibatches: list[list[Piece]]) -> None:
+        """Score every token under the policy as it is now, pi_prox, where that is needed: with one
+        optimiser step it is the policy itself."""
+        later = len(minibatches) > 1 and self.algo.loss == "decoupled_ppo"
+        if not later and self.algo.correction == "none":
+            return
+        for piece in (piece for pieces in minibatches for piece in pieces):
+            packed = piece.packed
+            piece.proximal, _ = self.policy(packed, self.temperature)
+            piece.factor, piece.keep = algos.correct(
+                piece.proximal, packed.behaviour, packed.sample, self.algo
+            )
+
+    def _sizes(self, pieces: list[Piece], count: int) -> tuple[Tensor, float, float]:
+        """Trained tokens of each sample here [S], and of all; and samples that have any. All under
+        the one mask: what a correction leaves out is in no denominator."""
+        lengths = torch.zeros(count, device=self.cell.device)
+        for piece in pieces:
+            if piece.counts:
+                kept = torch.ones_like(piece.packed.behaviour)
+                kept = kept if piece.keep is None else kept * piece.keep
+                lengths.index_add_(0, piece.packed.sample, kept)
+        tokens, samples = float(lengths.sum()), float((lengths > 0).sum())
+        return lengths, self.cell.sum(tokens), self.cell.sum(samples)
+
+    def _backward(self, piece: Piece, advantages, rewards, sizes) -> dict[str, Tensor]:
+        """Loss and gradient of one micro-batch; returns what is to be known of its tokens, [T]."""
+        packed, algo = piece.packed, self.algo
+        logp, entropy = self.policy(packed, self.temperature, bool(algo.entropy_coef))  # [T]
+        proximal = logp.detach() if piece.proximal is None else piece.proximal
+        tokens = algos.Tokens(
+            logp,
+            packed.behaviour,
+            proximal,
+            advantages[packed.sample],
+            rewards[packed.sample],
+            packed.sample,
+        )
+        loss, acts = algos.LOSSES[algo.loss](tokens, algo)
+        weight = piece.counts * algos.token_weights(packed.sample, *sizes, algo).to(loss)
+        masked = torch.zeros_like(loss)
+        if piece.factor is not None:
+            loss, weight, masked = loss * piece.factor, weight * piece.keep, (~piece.keep).float()
+        if self.reference is not None:
+            with torch.no_grad():
+                reference, _ = self.reference(packed, self.temperature)
+            loss = loss + algo.kl_coef * algos.kl_penalty(logp, reference)
+        if algo.entropy_coef:
+            loss = loss - algo.entropy_coef * entropy
+        # FSDP averages gradients over ranks; the weights already carry the global denominator.
+        ((loss * weight).sum() * self.cell.world).backward()
         return {
-            "loss": mean["loss"],
-            "grad_norm": float(norm),
-            "entropy": mean["entropy"],
-            "ratio_mean": mean["ratio"],
-            "ratio_max": self.cell.max(float(counted.max()) if len(counted) else 0.0),
-            "clip_frac": mean["clip"],
+            "counts": torch.full_like(weight, piece.counts),
+            "weighted_loss": (loss * weight).detach(),
+            "entropy": entropy.detach(),
+            "log_ratio": (logp - packed.behaviour).detach(),
+            "clip": acts,
+            "masked": masked,
+            "advantage": tokens.advantage,
+            "version": packed.versions,
+        }
+
+    def _update(self, stats: list[dict], samples: list[Sample]) -> tuple[float, float]:
+        """Clip, check, step. Returns loss and gradient norm of the minibatch."""
+        norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.grad_clip)
+        norm = float(whole(norm))
+        loss = self.cell.sum(float(sum(part["weighted_loss"].sum() for part in stats)))
+        # Ratios are bounded: without this, an engine's log-probability of -inf passes unnoticed.
+        drift = self.cell.sum(float(sum(part["log_ratio"].sum() for part in stats)))
+        if not all(map(math.isfinite, (loss, norm, drift))):
+            raise NonFiniteError(loss, norm, samples)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss, norm
+
+    def _diagnostics(self, stats: list[dict], version: int) -> dict[str, float]:
+        """Means over the trained tokens of the whole batch. `log_ratio` is log pi - log pi_b, when
+        each token is trained on."""
+        cell = self.cell
+        tokens = {key: torch.cat([part[key] for part in stats]) for key in stats[0]}  # [T] each
+        counts = tokens.pop("counts") > 0
+        tokens = {key: value[counts].double() for key, value in tokens.items()}
+        count = max(cell.sum(float(counts.sum())), 1.0)
+        log_ratio = tokens["log_ratio"].clamp(-20, 20)
+        ratio, ages = log_ratio.exp(), version - tokens["version"]
+
+        def mean(values: Tensor) -> float:
+            return cell.sum(float(values.sum())) / count
+
+        def most(values: Tensor) -> float:
+            return cell.max(float(values.max()) if len(values) else 0.0)
+
+        ratio_mean, second_moment = mean(ratio), mean(ratio.square())
+        by_age = {}
+        for age in range(int(most(ages)) + 1):
+            of_age = cell.sum(float((ages == age).sum()))
+            total = cell.sum(float(log_ratio[ages == age].abs().sum()))
+            if of_age:
+                by_age[str(age)] = total / of_age
+        return {
+            "entropy": mean(tokens["entropy"]),
+            "ratio_mean": ratio_mean,
+            "ratio_max": most(ratio),
+            "ratio_ess": ratio_mean**2 / max(second_moment, 1e-12),  # effective sample size, share
+            "clip_frac": mean(tokens["clip"]),
+            "masked_frac": mean(tokens["masked"]),
+            "kl_behaviour": mean(ratio - 1 - log_ratio),  # KL(pi_b || pi), "k3"
+            "advantage_std": math.sqrt(mean(tokens["advantage"].square())),
+            "advantage_max": most(tokens["advantage"].abs()),
+            "abs_log_ratio_by_age": by_age,  # age 0: the mismatch of trainer and engine alone
         }
 
     @torch.no_grad()
@@ -265,7 +391,7 @@ class Trainer:
         """Raw log-probabilities (T = 1) of ids[1:], for the probe. Called on every rank."""
         row, count = torch.tensor([ids]), len(ids)  # [1, L]
         positions = torch.arange(count)
-        packed = Packed(row, positions[None], None, positions[:-1], row[0, 1:], row, row)
+        packed = Packed(row, positions[None], None, positions[:-1], row[0, 1:], row, row, row)
         logp, _ = self.policy(packed.to(self.cell.device), 1.0)
         if isinstance(self.policy, FSDPModule):
             # Else the outermost parameters stay gathered copies, in `dtype` and without moments,

@@ -87,7 +87,7 @@ def refused(capfd, tmp_path):
         ("--alpha nan", "--alpha must be 0 or more"),
         ("--alpha", "--alpha: expected one argument"),
         ("--mode foo", "--mode is sync or async (got foo)"),
-        ("--loss foo", "--loss is one of ppo"),
+        ("--loss foo", "--loss is one of pg, ppo"),
         ("--advantage foo", "--advantage is one of grpo"),
         ("--on_update foo", "--on_update"),
         ("--steps 0", "--steps must be above 0"),

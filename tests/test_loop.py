@@ -28,9 +28,9 @@ def record_batches(run) -> list:
     """Let a run keep every batch that it trains on."""
     batches, step = [], run.trainer.step
 
-    def recording(samples):
+    def recording(samples, version):
         batches.append(samples)
-        return step(samples)
+        return step(samples, version)
 
     run.trainer.step = recording
     return batches
@@ -40,9 +40,9 @@ def slow_down(run, seconds: float) -> None:
     """Make training the bottleneck, so that generation gets as far ahead as it may."""
     step = run.trainer.step
 
-    def slow(samples):
+    def slow(samples, version):
         time.sleep(seconds)
-        return step(samples)
+        return step(samples, version)
 
     run.trainer.step = slow
 
