@@ -216,6 +216,7 @@ def main() -> int:
     rows = results(args, trials)
     print(table(rows))
     name = f"{args.env.rpartition('/')[2].replace(':', '-')}-{args.losses.replace(',', '-')}"
+    args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n")
     print(draw(args, trials, rows, args.out / f"{name}.png"))
     return code
