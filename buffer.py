@@ -325,7 +325,8 @@ class SampleBuffer:
     def expect(self, version: int) -> None:
         """The trainer holds `version` from now on: drop what would be too old for its batches."""
         self.trainer_version = version
-        self._drop_rest("stale", lambda group: self._is_stale(group.samples.values()))
+        if self.config.consume == "ready":  # in fifo nothing is: no need to look at every group
+            self._drop_rest("stale", lambda group: self._is_stale(group.samples.values()))
 
     def _drop_rest(self, reason: str, condemned: Callable[[Group], bool]) -> None:
         for group in [group for group in self._open.values() if condemned(group)]:

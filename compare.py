@@ -274,8 +274,7 @@ class Bench:
             "seed": seed,
             "run_dir": self.directory / f"run-{self.runs}",
         } | arm.settings
-        argv = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
-        run = train.Run(*train.parse(argv))
+        run = train.Run(*train.parse(train.as_flags(settings)))
         run.log.bar.disable = True  # there is one for all arms
         try:
             run.start(self.rollouts, arm.dispatcher)

@@ -210,6 +210,11 @@ def attempt(call, what: str, seconds: float | None) -> None:
         raise ValueError(" ".join(f"{what}: {type(error).__name__}: {error}".split())) from error
 
 
+def is_observation(said) -> bool:
+    """Whether this is what `reset` has to return: (text, info)."""
+    return isinstance(said, tuple) and len(said) == 2 and isinstance(said[0], str)
+
+
 def sources(cls: type, base: type) -> str:
     """The code of a class and of what it inherits from, up to `base`."""
     return "".join(inspect.getsource(c) for c in cls.__mro__ if c not in (base, *base.__mro__))
@@ -293,13 +298,13 @@ class EnvTask(Task):
         said: list = []
 
         def play() -> None:
-            env = self.env_class(self.config)
+            env = self.make_env()
             first = env.reset(row)
             said.append(asyncio.run(first) if inspect.isawaitable(first) else first)
             env.close()
 
         attempt(play, self.describe(row, 0), self.config.env_timeout)
-        if not (isinstance(said[0], tuple) and len(said[0]) == 2 and isinstance(said[0][0], str)):
+        if not is_observation(said[0]):
             raise ValueError(f"{self.describe(row, 0)}: {said[0]!r:.200} is not (text, info)")
         return said[0][0]
 
@@ -541,15 +546,17 @@ def encode_prompt(task: Task, text: str, tokenizer) -> list[int]:
     return out["input_ids"]
 
 
-def encode_reply(task: Task, text: str, tokenizer) -> list[int]:
-    """Token ids of what follows a sampled turn: its end, what the environment says, and the opening
-    of the next turn. They do not depend on what was sampled, so no template can rewrite that."""
+def encode_reply(task: Task, text: str, tokenizer, last: int | None = None) -> list[int]:
+    """Token ids of what follows a sampled turn: its end (unless that is `last`, the last token
+    sampled), what the environment says, and the opening of the next turn. They do not depend on
+    what else was sampled, so no template can rewrite that."""
     if not templated(task, tokenizer):
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     roles = [("user", "-"), ("assistant", SAID), ("user", text)]
     messages = [{"role": role, "content": content} for role, content in roles]
     rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return tokenizer(rendered.partition(SAID)[2], add_special_tokens=False)["input_ids"]
+    ids = tokenizer(rendered.partition(SAID)[2], add_special_tokens=False)["input_ids"]
+    return ids[1:] if ids[:1] == [last] else ids
 
 
 def prompt_order(n: int, seed: int, index: int) -> int:

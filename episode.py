@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from buffer import RolloutTask, Sample, derive_seed
-from envs import EnvConfig, Task, encode_prompt, encode_reply, templated
+from envs import EnvConfig, Task, encode_prompt, encode_reply, is_observation
 
 
 @dataclass(eq=False)
@@ -127,9 +127,9 @@ def first_ids(task: Task, text: str, tokenizer) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def reply_ids(task: Task, text: str, tokenizer) -> tuple[int, ...]:
+def reply_ids(task: Task, text: str, tokenizer, last: int) -> tuple[int, ...]:
     """The tokens between two turns: the end of one, what the environment says, the next opening."""
-    return tuple(encode_reply(task, text, tokenizer))
+    return tuple(encode_reply(task, text, tokenizer, last))
 
 
 @lru_cache(maxsize=16)
@@ -207,9 +207,7 @@ class Episode:
             cut = any(turn.truncated for turn in self.turns)
             self._end(truncated=cut or not terminated)
             return
-        reply = reply_ids(self.games, observation, self.tokenizer)
-        if templated(self.games, self.tokenizer) and turn.ids[-1:] == list(reply[:1]):
-            reply = reply[1:]  # the end of turn was sampled: it is there already
+        reply = reply_ids(self.games, observation, self.tokenizer, turn.ids[-1])
         if len(self.ids) + len(reply) >= self.limits.max_model_len:
             self._end(truncated=True)
             return
@@ -276,7 +274,7 @@ async def run_lockstep(episodes: list[Episode]) -> list[Sample]:
 
 def check_reset(said) -> None:
     """Raise TypeError unless `reset` returned (observation, info)."""
-    if not (isinstance(said, tuple) and len(said) == 2 and isinstance(said[0], str)):
+    if not is_observation(said):
         raise TypeError(f"reset has to return (text, info), got {said!r:.200}")
 
 

@@ -175,16 +175,17 @@ def warm_up(model, tokenizer, task: Task, steps: int) -> None:
     )
     known: dict[tuple, list[int]] = {}  # a lookup is faster than to render a chat template
 
-    def encode(call: Callable, text: str) -> list[int]:
-        if (call, text) not in known:
-            known[call, text] = call(task, text, tokenizer)
-        return known[call, text]
+    def encode(call: Callable, *args) -> list[int]:
+        if (call, *args) not in known:
+            text, *last = args
+            known[call, *args] = call(task, text, tokenizer, *last)
+        return known[call, *args]
 
     def example() -> tuple[list[int], list[int]]:
         """Ids of an episode, and its labels: -100 for what the model does not say."""
         ids, labels = [], []
         for text, answer in task.warmup(rng):
-            said = encode(encode_reply, text)[1:] if ids else encode(encode_prompt, text)
+            said = encode(encode_reply, text, ids[-1]) if ids else encode(encode_prompt, text)
             answer = [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
             ids += said + answer
             labels += [-100] * len(said) + answer

@@ -41,9 +41,12 @@ def solved(run_dir: Path) -> dict[int, float]:
     return {row["version"]: row["eval/solve_rate"] for row in rows if "eval/solve_rate" in row}
 
 
+def file_name(env: str) -> str:
+    return env.rpartition("/")[2].replace(":", "-")
+
+
 def run_dir(out: Path, env: str, arm: Arm, seed: int) -> Path:
-    name = env.rpartition("/")[2].replace(":", "-")
-    return out / f"{name}-{arm.loss}-a{arm.alpha:g}-s{seed}"
+    return out / f"{file_name(env)}-{arm.loss}-a{arm.alpha:g}-s{seed}"
 
 
 def interval(differences: list[float]) -> tuple[float, float]:
@@ -79,8 +82,7 @@ class Trials:
             "seed": seed,
             "run_dir": directory,
         }
-        argv = [part for key, value in settings.items() for part in (f"--{key}", str(value))]
-        run = train.Run(*train.parse(argv + self.flags))
+        run = train.Run(*train.parse(train.as_flags(settings) + self.flags))
         try:
             run.start(self.rollouts)
             self.rollouts = run.rollouts
@@ -215,7 +217,7 @@ def main() -> int:
         code = 130
     rows = results(args, trials)
     print(table(rows))
-    name = f"{args.env.rpartition('/')[2].replace(':', '-')}-{args.losses.replace(',', '-')}"
+    name = f"{file_name(args.env)}-{args.losses.replace(',', '-')}"
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n")
     print(draw(args, trials, rows, args.out / f"{name}.png"))

@@ -406,6 +406,11 @@ def load_checkpoint(directory: str, cells: int, buffer: BufferConfig) -> tuple[d
     return state, str(path)
 
 
+def as_flags(settings: dict) -> list[str]:
+    """A mapping of names to values as a command line."""
+    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+
+
 def parse(argv: list[str]) -> list:
     """Flags as the six dataclasses. Settings of a file (first argument) or of a run that is resumed
     come first, so that flags override them. Exits with code 2 and one line for what is wrong."""
@@ -429,8 +434,7 @@ def parse(argv: list[str]) -> list:
             fail(f"{path}: {' '.join(str(error).split())}")
         if not isinstance(settings, dict):
             fail(f"{path}: a mapping of flags to values is expected")
-        given = {k: str(v) for k, v in settings.items() if v not in (None, "")}
-        return [part for name, value in given.items() for part in (f"--{name}", value)]
+        return as_flags({k: v for k, v in settings.items() if v not in (None, "")})
 
     parser.error = fail
     if argv and not argv[0].startswith("-"):
