@@ -123,7 +123,7 @@ class Task:
 
     max_turns: int = 1
     max_tokens: int = 8  # default response budget; --max_tokens overrides it
-    warmup_steps: int = 450  # of the supervised warm-up of the model `tiny`
+    warmup_steps: int = 600  # of the supervised warm-up of the model `tiny`
     chat: bool = True  # render prompts with the model's chat template, where it has one
     stop: str | None = None  # text, one token of the model, that ends a response besides EOS
     # True: the reward runs in a thread, for at most env_timeout seconds.
@@ -246,7 +246,7 @@ class Env:
     chat: bool = True  # render with the model's chat template, where it has one
     stop: str | None = None  # text, one token of the model, that ends a turn besides EOS
     blocking: bool = True  # run it in a thread (what is `async def` runs on a loop of its own)
-    warmup_steps: int = 450
+    warmup_steps: int = 600
 
     def __init__(self, config: EnvConfig):
         self.config = config

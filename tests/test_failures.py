@@ -125,7 +125,7 @@ def test_a_reward_that_always_raises_ends_the_run_with_its_traceback(start):
 def test_a_reward_that_hangs_ends_the_run(start):
     run = start("Hanging", "--env_timeout", "2")
     assert run.ends(240) == 1
-    assert "the reward took longer than 2 s" in run.last_line()
+    assert "the reward: TimeoutError: took longer than 2 s" in run.last_line()
 
 
 def test_ctrl_c_ends_the_run_with_code_130(start):
