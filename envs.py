@@ -73,11 +73,15 @@ class EnvConfig:
     )
 
     def __post_init__(self) -> None:
-        Latency.parse(self.env_latency)
         if not 0 < self.env_timeout < float("inf"):
-            raise ValueError(f"env_timeout must be a time above 0 seconds, got {self.env_timeout}")
+            raise ValueError(f"--env_timeout must be above 0 seconds (got {self.env_timeout})")
+        if self.latency.mean >= self.env_timeout:
+            raise ValueError(
+                f"--env_latency {self.env_latency}: most steps would take longer than "
+                f"--env_timeout {self.env_timeout:g} allows"
+            )
         if self.reward_procs < 1:
-            raise ValueError(f"reward_procs must be at least 1, got {self.reward_procs}")
+            raise ValueError(f"--reward_procs must be at least 1 (got {self.reward_procs})")
 
     @property
     def latency(self) -> Latency:
@@ -95,16 +99,19 @@ class Latency(NamedTuple):
     @classmethod
     @lru_cache
     def parse(cls, text: str) -> Latency:
+        if not text:
+            return cls()
         try:
-            latency = cls(*map(float, filter(None, text.split(","))))
-        except (TypeError, ValueError):
-            latency = cls(-1.0)
+            numbers = [float(part) for part in text.split(",")]
+        except ValueError:
+            numbers = []
         # Written so that NaN is refused too.
-        if not (all(0 <= x < float("inf") for x in latency) and latency.share <= 1):
+        fits = len(numbers) in (1, 2, 4) and all(0 <= x < float("inf") for x in numbers)
+        if not (fits and cls(*numbers).share <= 1):
             raise ValueError(
-                f"env_latency is MEAN,STD or MEAN,STD,SHARE,FACTOR in seconds, got {text!r}"
+                f"--env_latency is MEAN,STD or MEAN,STD,SHARE,FACTOR in seconds (got {text})"
             )
-        return latency
+        return cls(*numbers)
 
     def draw(self, seed: int, turn: int) -> float:
         """The wait before a step; depends on the arguments only."""
@@ -497,6 +504,8 @@ def make_task(config: EnvConfig, seed: int = 0) -> Task:
             module, _, class_name = place.partition(":")
             found = getattr(importlib.import_module(module), class_name)
     found = found or load_class(name)
+    if config.data and (name in BUILT_IN or issubclass(found, Env)):
+        raise ValueError(f"--data {config.data}: env {name} makes its own rows")
     task = EnvTask(found, config, seed) if issubclass(found, Env) else found(config, seed)
     for part in ("train", "test"):
         if not len(getattr(task, part, ())):
@@ -555,6 +564,8 @@ def encode_reply(task: Task, text: str, tokenizer, last: int | None = None) -> l
     roles = [("user", "-"), ("assistant", SAID), ("user", text)]
     messages = [{"role": role, "content": content} for role, content in roles]
     rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    if SAID not in rendered:
+        raise ValueError("the chat template changes what the model said: use a task without chat")
     ids = tokenizer(rendered.partition(SAID)[2], add_special_tokens=False)["input_ids"]
     return ids[1:] if ids[:1] == [last] else ids
 

@@ -276,6 +276,7 @@ def check_reset(said) -> None:
     """Raise TypeError unless `reset` returned (observation, info)."""
     if not is_observation(said):
         raise TypeError(f"reset has to return (text, info), got {said!r:.200}")
+    said[0].encode()  # as in check_step
 
 
 def check_step(said) -> None:
@@ -287,6 +288,7 @@ def check_step(said) -> None:
     text, reward, terminated, truncated, _ = said
     if not isinstance(text, str):
         raise TypeError(f"step returned {text!r:.200} as observation: text is expected")
+    text.encode()  # lone surrogates raise here, where the environment can be named
     if isinstance(reward, str) or not math.isfinite(reward):
         raise ValueError(f"step returned {reward!r:.200} as reward: a finite number is expected")
     if terminated not in (False, True) or truncated not in (False, True):

@@ -178,9 +178,12 @@ def batch_metrics(run) -> dict:
         **{f"t_worker_{what}": counts[what] / workers for what in WORKER_TIMES},
         "slots_used": counts["slots_used"] / engine_steps,
         "steps_below_cap": counts["steps_below_cap"] / engine_steps,
+        "steps_starved": counts["steps_starved"] / engine_steps,  # below it while tasks waited
+        "failed_samples": counts["failed_samples"],  # first failures, which a retry may mend, too
         "trainer_idle": run.t_wait / (run.t_wait + run.t_train + run.t_publish),
         "rollout_idle": counts["idle"] / worker_time,
         "prompt_ids": [s.task.prompt for s in batch[:: run.buffer.group_size]],
+        "dropped_prompts": run.rollouts.take_dropped(),  # [reason, prompt id]: whom `ready` passes
     }
 
 
@@ -216,9 +219,11 @@ def summarize(rows: list[dict]) -> str:
         f"max {max(row['staleness_max'] for row in steps)}; idle: trainer {idle['trainer']:.0%}, "
         f"rollout {idle['rollout']:.0%}",
     ]
-    if idle["trainer"] > 0.5:
+    if min(idle.values()) > 0.5:
+        lines.append("both wait, for environments: run more episodes (--alpha, --batch_size)")
+    elif idle["trainer"] > 0.5:
         lines.append("the trainer waits most of the time: try more rollout workers or --alpha")
-    if idle["rollout"] > 0.5:
+    elif idle["rollout"] > 0.5:
         lines.append("the workers wait most of the time: try more trainer ranks or --alpha")
     return "\n".join(lines)
 

@@ -285,6 +285,7 @@ class Rollouts:
         self.mismatches: dict[int, tuple[float, float]] = {}  # of each version's probe: max, mean
         self.weight_group = None  # trainer rank 0 keeps its end of it here
         self.counts: Counter[str] = Counter()  # the workers': seconds by kind, tokens, ...
+        self._dropped_seen = len(buffer.dropped)  # of a resumed run: those before it
         self._said: list[set[str]] = [set() for _ in range(workers)]
         self._heard = [time.monotonic()] * workers
         self._update: Update | None = None
@@ -316,6 +317,7 @@ class Rollouts:
             self.config = spec.rollout
             self.dispatcher = dispatcher(len(self.pipes), *self._places())
             self.counts, self._evaluating = Counter(), {}
+            self._dropped_seen = len(buffer.dropped)
 
     def start(self, devices: list[str | None], threads: int) -> None:
         """Spawn the workers and wait until each has its engine."""
@@ -433,6 +435,13 @@ class Rollouts:
         with self._changed:
             return Counter(self.buffer.dropped.values())
 
+    def take_dropped(self) -> list[tuple[str, int]]:
+        """Reason and prompt of each group dropped since the last call."""
+        with self._changed:
+            new = list(self.buffer.dropped.items())[self._dropped_seen :]
+            self._dropped_seen += len(new)
+        return [(reason, self.make_rollout_task(index, 0).prompt) for index, reason in new]
+
     def close(self) -> None:
         """End every worker and its children; also when one no longer answers."""
         self._closing = True
@@ -494,6 +503,7 @@ class Rollouts:
     def _take_results(self, worker: int, samples: list, failures: list, too_old: list, counts):
         self.counts.update(counts)
         if counts.get("steps_below_cap") and self.dispatcher.queue:
+            self.counts["steps_starved"] += counts["steps_below_cap"]
             self.dispatcher.widen()
         held = self.dispatcher.held[worker]
         for sample in samples:
@@ -527,6 +537,7 @@ class Rollouts:
 
     def _take_failure(self, task: RolloutTask, details: str) -> None:
         last, before = cause(details), self.buffer.count_dropped("failed")
+        self.counts["failed_samples"] += 1
         if task.eval:
             self._take_eval_failure(task, last, details)
             return

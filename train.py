@@ -36,7 +36,7 @@ from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
 import report
 from algos import AlgoConfig
 from buffer import BufferConfig, RolloutTask, Sample, SampleBuffer, derive_seed
-from envs import EnvConfig, EnvTask, encode_prompt, make_task, prompt_order
+from envs import EnvConfig, encode_prompt, make_task, prompt_order
 from episode import Limits
 from models import PRESETS, byte_tokenizer, one_line_if_missing, resolve_model
 from rollout import Dispatcher, RolloutConfig, RolloutError, Rollouts
@@ -159,19 +159,14 @@ class Run:
         base = resolve_model(config.model, self.task, env.env)
         self.dtype = preset.dtype if cell.device.type == "cuda" else "float32"
         trainer.learning_rate = trainer.learning_rate or preset.learning_rate
-        with one_line_if_missing(base):
-            self.tokenizer = AutoTokenizer.from_pretrained(base)
-            longest = getattr(AutoConfig.from_pretrained(base), "max_position_embeddings", 2**31)
+        self.tokenizer, longest = load_tokenizer(base)
         if config.max_model_len > longest:
             raise ValueError(f"--max_model_len {config.max_model_len}: the model takes {longest}")
         self.max_model_len = min(self.max_model_len, longest)
         if not made_here:
             check_prompts(self)
-        # Phases that have the machine to themselves use all of it; otherwise a core a process.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        alone = buffer.alpha == 0
-        torch.set_num_threads(max(1, cores // cell.local_world) if alone else 1)
-        self.worker_threads = max(1, cores // rollout.rollout_workers) if alone else 1
+        threads, self.worker_threads = cpu_threads(buffer.alpha == 0, cell, rollout)
+        torch.set_num_threads(threads)
         turns = rollout.max_turns or self.task.max_turns
         algo.constant_length = algo.constant_length or self.max_tokens * turns
         self.trainer = Trainer(
@@ -337,6 +332,15 @@ class Run:
         self.trainer.save(path, self.tokenizer, progress)
 
 
+def cpu_threads(alone: bool, cell: Cell, rollout: RolloutConfig) -> tuple[int, int]:
+    """Threads of a trainer rank and of a worker. Phases that have the machine to themselves use all
+    of it; otherwise it is a core a process."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if not alone:
+        return 1, 1
+    return max(1, cores // cell.local_world), max(1, cores // rollout.rollout_workers)
+
+
 def probe_ids(run: Run) -> list[int]:
     """The fixed sequence that trainer and engine both score at every publish: a real prompt, then
     random tokens, so that many rows of the embedding count."""
@@ -371,10 +375,21 @@ def check(config: RunConfig, buffer: BufferConfig, algo: AlgoConfig) -> None:
         )
 
 
+def load_tokenizer(model: str) -> tuple:
+    """The tokenizer of a model, and how many tokens it takes at most."""
+    with one_line_if_missing(model):
+        config = AutoConfig.from_pretrained(model)
+        return AutoTokenizer.from_pretrained(model), getattr(
+            config, "max_position_embeddings", sys.maxsize
+        )
+
+
 def check_prompts(run: Run) -> None:
-    """Every prompt has to leave room for a response; data sets are read as far as the run goes."""
-    rows = list(run.task.train[:1])  # of an environment one is enough: they may be slow to reset
-    if not isinstance(run.task, EnvTask):
+    """Every prompt has to leave room for a response; data sets are read as far as the run goes. Of
+    rows that are made when they are asked for one is enough: that may be slow, and an episode
+    checks its own."""
+    rows = list(run.task.train[:1])
+    if isinstance(run.task.train, list):
         used = min(run.config.steps * run.buffer.batch_size, len(run.task.train))
         places = [prompt_order(len(run.task.train), run.config.seed, i) for i in range(used)]
         rows = [run.task.train[i] for i in places] + list(run.task.test[: run.config.eval_prompts])

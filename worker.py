@@ -115,7 +115,7 @@ class Worker:
         if (spec.env, spec.seed) != (self.spec.env, self.spec.seed):
             self.env.close()
             self.env = make_task(spec.env, spec.seed)
-            self.calls = EnvCalls(spec.env, spec.threads)
+            self.calls.timeout = spec.env.env_timeout
         self.spec, self.engine.version = spec, -1
         self.engine.temperature = spec.rollout.temperature
         self.finished, self.failed, self.too_old, self.counts = [], [], [], Counter()

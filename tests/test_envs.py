@@ -59,6 +59,12 @@ def test_addition():
         assert task.reward(row, wrong) == 0.0
 
 
+@pytest.mark.parametrize("env", ["addition", "grid"])
+def test_data_for_an_env_that_makes_its_own_is_refused(env):
+    with pytest.raises(ValueError, match=f"--data rows.jsonl: env {env} makes its own rows"):
+        make_task(EnvConfig(env=env, data="rows.jsonl"))
+
+
 def test_max3():
     task = make_task(EnvConfig(env="max3"))
     for row in task.test[:50]:
@@ -270,9 +276,9 @@ def test_bad_rows_name_file_and_line(line, message, tmp_path):
         ({"env": "math", "data": "empty.jsonl"}, "env math has no train rows in empty.jsonl"),
         ({"env": "math", "data": "one.jsonl"}, "env math has no train rows in one.jsonl"),
         ({"env": ""}, "unknown env ''"),
-        ({"env_timeout": 0.0}, "env_timeout must be a time above 0 seconds, got 0.0"),
+        ({"env_timeout": 0.0}, "--env_timeout must be above 0 seconds"),
         ({"env_timeout": float("nan")}, "env_timeout must be"),
-        ({"reward_procs": 0}, "reward_procs must be at least 1, got 0"),
+        ({"reward_procs": 0}, "--reward_procs must be at least 1"),
     ],
 )
 def test_bad_settings(config, message, tmp_path, monkeypatch):

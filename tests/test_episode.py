@@ -174,6 +174,14 @@ def test_a_template_that_drops_earlier_thinking_changes_no_recorded_id():
     assert "six and one" not in rendered  # as it would have been, rendered again
 
 
+def test_a_template_that_changes_the_last_answer_is_refused(monkeypatch):
+    tokenizer = byte_tokenizer()
+    shouting = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", shouting)
+    with pytest.raises(ValueError, match="template changes what the model said"):
+        encode_reply(games(), "go on", tokenizer)
+
+
 def test_without_a_chat_template_the_text_alone_is_appended():
     env = games()
     env.chat = False
@@ -313,6 +321,8 @@ def returning(value):
         ("step", returning(("", float("inf"), True, False, {})), "inf as reward"),
         ("step", returning(("", None, True, False, {})), "as reward|must be real number"),
         ("step", returning(("", 1.0, "no", False, {})), "bools are expected"),
+        ("step", returning(("\ud800", 0.0, False, False, {})), "surrogates not allowed"),
+        ("reset", returning(("\ud800", {})), "surrogates not allowed"),
     ],
 )
 @pytest.mark.parametrize("blocking", [True, False])
@@ -543,13 +553,18 @@ def test_a_share_of_the_episodes_is_slower_in_all_their_steps():
     assert np.allclose(draws[slow], 2.0) and np.allclose(draws[~slow], 0.1)
 
 
-@pytest.mark.parametrize("text", ["x", "0.1,", "-1,0", "0.1,nan", "1,2,3,4,5", "1,2,3", "1,inf"])
+BAD_LATENCIES = ["x", "0.1,", ",0.1", "-1,0", "0.1,nan", "1,2,3,4,5", "1,2,3", "1,2,1,", "1,inf"]
+
+
+@pytest.mark.parametrize("text", BAD_LATENCIES)
 def test_a_latency_that_is_none_is_refused(text):
-    if text == "0.1,":
-        assert EnvConfig(env_latency=text).latency.mean == 0.1
-        return
-    with pytest.raises(ValueError, match="env_latency is MEAN,STD or MEAN,STD,SHARE,FACTOR"):
+    with pytest.raises(ValueError, match="--env_latency is MEAN,STD or MEAN,STD,SHARE,FACTOR"):
         EnvConfig(env_latency=text)
+
+
+def test_a_latency_that_no_step_would_survive_is_refused():
+    with pytest.raises(ValueError, match="--env_latency 40,1: .*--env_timeout 30"):
+        EnvConfig(env_latency="40,1")
 
 
 def test_a_step_waits_for_its_latency():

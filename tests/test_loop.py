@@ -16,7 +16,14 @@ CLOCK = ("t_", "wall_s")  # keys that differ between identical runs
 
 def same(row: dict) -> dict:
     """What two identical runs have in common: all but clocks and what is derived from them."""
-    loose = {"trainer_idle", "rollout_idle", "tokens_made", "slots_used", "steps_below_cap"}
+    loose = {
+        "trainer_idle",
+        "rollout_idle",
+        "tokens_made",
+        "slots_used",
+        "steps_below_cap",
+        "steps_starved",
+    }
     return {k: v for k, v in row.items() if not k.startswith(CLOCK) and k not in loose}
 
 

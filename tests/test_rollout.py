@@ -467,6 +467,23 @@ def test_a_starving_engine_gets_more_tasks_only_while_some_are_waiting():
     owner.rollouts.dispatcher.queue.clear()
     owner.say(0, "results", [], [], [], {"steps_below_cap": 1})
     assert owner.rollouts.dispatcher.slots == 11
+    assert owner.rollouts.take_counts()["steps_starved"] == 1
+
+
+def test_which_prompts_were_dropped_is_told_once():
+    owner = Owner(workers=1, slots=64, filter_groups=True)
+    owner.publish(0, (0.0,))
+    owner.results(0, [done(task(1, i)) for i in (0, 1)])
+    assert owner.rollouts.take_dropped() == [("filtered", 1)]
+    assert owner.rollouts.take_dropped() == []
+
+
+def test_every_failure_is_counted_also_one_that_the_retry_mends():
+    owner = Owner(workers=1, slots=64)
+    owner.publish(0, (0.0,))
+    owner.results(0, failures=[(task(0), "Traceback\nKeyError: 'x'")])
+    assert owner.rollouts.take_counts()["failed_samples"] == 1
+    assert not owner.buffer.dropped
 
 
 def test_when_most_groups_fail_the_run_ends_with_the_last_error():

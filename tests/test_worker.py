@@ -171,6 +171,8 @@ def test_a_cancelled_episode_stops_in_the_engine_within_one_step(serving):
     serving.engine.endless = True
     serving.pipe.send(("tasks", [task(2), task(3)]))
     wait_for(lambda: len(serving.engine.turns) == 2)
+    begun = serving.engine.steps
+    wait_for(lambda: serving.engine.steps > begun + 1)  # both have tokens
     serving.pipe.send(("cancel", [task(2)]))
     before = serving.engine.steps
     wait_for(lambda: list(serving.worker.episodes) == [task(3)])
