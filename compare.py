@@ -1,367 +1,521 @@
-"""What each scheduling mechanism is worth here, against the naive form that it replaces.
+"""Asynchronous against synchronous training, on the same cores or GPUs.
 
-    python compare.py                        all of them: about half an hour on two cores
-    python compare.py envs redundancy        some of them
-    python compare.py --repeats 7            more pairs
+    python compare.py                             both tasks: about half an hour on two cores
+    python compare.py grid --repeats 5 --env_latency 0.3,0.3
+    python compare.py rlvr --reward_steps 100     and reward against wall time
+    python compare.py --sweep                     at which lengths and latencies it pays
 
-Every row of the table is a pair of arms that differ in one thing: the same model, the same engines
-(two rollout processes, kept alive throughout), the same seeds and so the same tokens. Weights are
-published after every batch as in training, but do not change: what is timed is the wait for a
-batch. Arms alternate, and each pair of batches gives one ratio.
+Every arm has the whole machine. *Naive* sync is what the paper compares with, as far as is known:
+the batch is split over the workers beforehand, environments run in step, rewards after everything.
+*Strongest* sync is the fastest of several: one worker or a worker a core, engine and trainer on one
+thread or on all, every scheduling mechanism on. Async has a core for the trainer and the others for
+workers. Arms take turns, and the ratios are of neighbours in time.
 
-The naive forms are the two dispatchers below, `worker.Worker.run_naive` and
-`episode.run_lockstep`: a static split of the batch over workers, all environments in step, and
-rewards after everything. The paper's ratios are of other lengths, latencies and machines (ROLL
-Flash, arXiv 2510.11345, figures of its mechanisms); what is to be compared is the direction.
+A step is timed in the middle of a run, where the pipeline is full. Held-out reward is measured on
+weights kept during the run, after its end: no evaluation interrupts it, and generation has none of
+the trainer's time for free.
+
+*Alone* is what bounds an asynchronous step: generation with a trainer that does nothing, and the
+trainer on batches that are there, each with the publish that belongs to it.
 """
 
 import argparse
 import json
+import os
 import platform
+import re
 import sys
-import tempfile
-from collections import deque
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 import transformers
 from tqdm import tqdm
 
 import train
-from buffer import RolloutTask
-from envs import Env, EnvConfig, Row, Task
+from envs import Addition, EnvConfig, Row, make_task
+from mechanisms import StaticSplit
 from models import resolve_model
-from rollout import Dispatcher
+from rollout import Dispatcher, Rollouts
 
-WORKERS, SLOTS = 2, 32
-
-
-# -- the naive forms -----------------------------------------------------------------------------
+WARM, TAIL = 3, 3  # steps before and after those that are timed: the pipeline fills and empties
 
 
-class StaticSplit(Dispatcher):
-    """Batch scheduling: all that is queued is cut into one piece a worker, each piece runs in
-    lockstep, and nothing more is handed out before the last sample is in."""
+class LongAnswer(Addition):
+    """A sum, and then dots: responses of lognormal lengths, as of a model that thinks for long."""
 
-    message = "lockstep"
-
-    def assign(self) -> dict[int, list[RolloutTask]]:
-        if any(self.held):
-            return {}
-        tasks = [task for task in self.queue if task.group not in self._ended]
-        self.queue = deque()
-        pieces = np.array_split(np.arange(len(tasks)), len(self.held))
-        given = {w: [tasks[i] for i in piece] for w, piece in enumerate(pieces) if len(piece)}
-        for worker, piece in given.items():
-            self.held[worker].update(piece)
-        return given
-
-
-class InRounds(Dispatcher):
-    """Queue scheduling within a round; what was dropped is replaced after the round only."""
-
-    def assign(self) -> dict[int, list[RolloutTask]]:
-        if not any(self.held):
-            self.round = len(self.queue)
-        later = deque()
-        while len(self.queue) > self.round:
-            later.appendleft(self.queue.pop())
-        before = len(self.queue)
-        given = super().assign()
-        self.round -= before - len(self.queue)
-        self.queue.extend(later)
-        return given
-
-
-class Unreplicated(Dispatcher):
-    """The n samples of a prompt as one request: one worker has them all, and gives their places
-    free when the last has ended."""
-
-    def assign(self) -> dict[int, list[RolloutTask]]:
-        given: dict[int, list[RolloutTask]] = {}
-        while self.queue:
-            group = [task for task in self.queue if task.group == self.queue[0].group]
-            taken = [len({task.group for task in held}) * len(group) for held in self.held]
-            worker = int(np.argmin(taken))
-            if taken[worker] + len(group) > self.slots:
-                break
-            self.queue = deque(task for task in self.queue if task.group != group[0].group)
-            self.held[worker].update(group)
-            given.setdefault(worker, []).extend(group)
-        return given
-
-
-# -- what is generated ---------------------------------------------------------------------------
-
-
-class HeavyTail(Task):
-    """Responses of lognormal lengths: median 16 tokens, sigma 1.0, at most 192."""
-
-    warmup_steps = 0
-    blocking = False
-    max_tokens = 192
-    train = [Row(f"{i:05}=", "") for i in range(8192)]
-    test = train[:1]
-    solved = 0.5  # share of samples with reward 1
+    median, most = 16, 192
+    max_tokens = most
 
     def length(self, seed: int, turn: int) -> int:
-        drawn = np.random.default_rng(seed).lognormal(np.log(16), 1.0)
-        return int(np.clip(drawn, 1, self.max_tokens))
+        drawn = np.random.default_rng(seed).lognormal(np.log(self.median), 1.0)
+        return int(np.clip(drawn, 4, self.most))  # 4: a sum of three digits, and its end
 
     def reward(self, row: Row, response: str) -> float:
-        draw = np.random.default_rng([*row.prompt.encode(), *response.encode()]).random()
-        return float(draw < self.solved)
+        return float(re.match(r"\d*", response).group() == row.answer)
 
     def warmup(self, rng) -> list[tuple[str, str]]:
-        return [("=", "1")]
+        ((text, answer),) = super().warmup(rng)
+        return [(text, answer + "." * rng.randint(1, 3))]
 
 
-class Hard(HeavyTail):
-    """Seldom solved: of groups of 8, more than half have no signal."""
-
-    solved = 0.08
+class Median4(LongAnswer):
+    median = 4
 
 
-class FourTurns(Env):
-    """Four turns of four tokens each; the model's words change nothing."""
-
-    warmup_steps = 0
-    max_turns, max_tokens = 4, 4
-    blocking = False
-
-    @classmethod
-    def length(cls, seed: int, turn: int) -> int:
-        return cls.max_tokens
-
-    def reset(self, seed: int) -> tuple[str, dict]:
-        self.turn = 0
-        return f"{seed:05}", {}
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
-        self.turn += 1
-        return "more", float(len(action) % 2), self.turn == self.max_turns, False, {}
-
-    @classmethod
-    def warmup(cls, rng) -> list[tuple[str, str]]:
-        return [("=", "1")]
+class Median8(LongAnswer):
+    median = 8
 
 
-# -- pairs ---------------------------------------------------------------------------------------
+class Median32(LongAnswer):
+    median = 32
 
 
-class Arm(NamedTuple):
+class Median64(LongAnswer):
+    median, most = 64, 768
+    max_tokens = most
+
+
+class Case(NamedTuple):
+    """What is trained: an environment and its flags."""
+
     name: str
-    settings: dict
-    dispatcher: type[Dispatcher] = Dispatcher
-
-
-class Pair(NamedTuple):
-    what: str
-    paper: str
-    naive: Arm
-    ours: Arm
     env: str
-    per_useful: bool = False  # compare seconds a group with signal, not seconds a batch
+    flags: dict = {}
 
 
-def size(groups: int, samples: int, **more) -> dict:
-    return {"batch_size": groups, "group_size": samples} | more
-
-
-SLOW = "0.1,0.05,0.05,20"  # 5 % of the episodes are 20 times slower
-RACE = {"consume": "ready"}
-PAIRS: dict[str, list[Pair]] = {
-    "queue": [
-        Pair(
-            "queue against batch scheduling, 8 x 8, rewards of 0.3 s, half of the groups filtered",
-            "2.16",
-            Arm("batch", size(8, 8, env_latency="0.3,0.1", filter_groups=True), StaticSplit),
-            Arm("queue", size(8, 8, env_latency="0.3,0.1", filter_groups=True)),
-            "Hard",
-        ),
-        Pair(
-            "the same with 16 redundant prompts",
-            "3.4",
-            Arm("batch", size(8, 8, env_latency="0.3,0.1", filter_groups=True), StaticSplit),
-            Arm(
-                "queue + 16",
-                size(8, 8, env_latency="0.3,0.1", filter_groups=True, redundant_groups=16) | RACE,
+LONG = f"{__file__}:LongAnswer"
+CASES = {
+    "rlvr": Case("lognormal lengths, median 16, sigma 1.0", LONG),
+    "grid": Case("grid game, latency N(0.1, 0.1) s", "grid", {"env_latency": "0.1,0.1"}),
+}
+SWEEPS = {
+    "median length (tokens)": [
+        (
+            m,
+            Case(
+                f"median {m}", LONG.replace("LongAnswer", f"Median{m}" if m != 16 else "LongAnswer")
             ),
-            "Hard",
-        ),
-    ],
-    "replication": [
-        Pair(
-            f"prompt replication on against off, {groups} x {n}",
-            paper,
-            Arm("off", size(groups, n), Unreplicated),
-            Arm("on", size(groups, n)),
-            "HeavyTail",
         )
-        for groups, n, paper in ((32, 16, "1.30"), (64, 16, "1.84"))
+        for m in (4, 8, 16, 32, 64)
     ],
-    "envs": [
-        Pair(
-            f"env-level async against lockstep, 16 x 8, 4 turns, latency N({latency}) s "
-            "(paper: N(10, 10))",
-            paper,
-            Arm("lockstep", size(16, 8, env_latency=latency), StaticSplit),
-            Arm("async", size(16, 8, env_latency=latency)),
-            "FourTurns",
-        )
-        for latency, paper in (("0.1,0.1", "2.46"), ("1,1", "2.46"), ("0.1,0", "1"))
-    ],
-    "redundancy": [
-        Pair(
-            "36 x 9 against 32 x 8 episodes for 32 x 8, latency N(0.1, 0.05) s, 5 % 20 x slower "
-            "(paper: N(10, 5))",
-            "5.40",
-            Arm("32 x 8", size(32, 8, env_latency=SLOW)),
-            Arm(
-                "36 x 9",
-                size(32, 8, env_latency=SLOW, redundant_groups=4, redundant_samples=1) | RACE,
-            ),
-            "FourTurns",
-        ),
-    ],
-    "filtering": [
-        Pair(
-            "groups without signal replaced at once against after each round, 16 x 8",
-            "-",
-            Arm("in rounds", size(16, 8, filter_groups=True), InRounds),
-            Arm("at once", size(16, 8, filter_groups=True)),
-            "Hard",
-        ),
-        Pair(
-            "seconds a group with signal: replaced at once against not at all, 16 x 8",
-            "-",
-            Arm("no filter", size(16, 8)),
-            Arm("filter", size(16, 8, filter_groups=True)),
-            "Hard",
-            per_useful=True,
-        ),
+    "environment latency N(x, x) (s)": [
+        (s, Case(f"latency {s:g}", "grid", {"env_latency": f"{s:g},{s:g}"}))
+        for s in (0.01, 0.03, 0.1, 0.3, 1.0)
     ],
 }
 
 
+class Arm(NamedTuple):
+    """A way to train: which mode, how many workers, threads of each and of the trainer."""
+
+    name: str
+    mode: str
+    alpha: float
+    workers: int
+    worker_threads: int
+    trainer_threads: int
+    dispatcher: type[Dispatcher] = Dispatcher
+
+
+def arms_of(cores: int, alphas: list[float]) -> list[Arm]:
+    """Naive sync first, then the candidates for the strongest, then async."""
+    if torch.cuda.is_available():  # in sync trainer and workers share the GPUs, in async they split
+        gpus = torch.cuda.device_count()
+        sync = [Arm("sync", "sync", 0, gpus, 1, 1)]
+        split = max(1, gpus - 1)
+    else:
+        sync = [
+            Arm(f"sync {w}x{t}+{n}", "sync", 0, w, t, n)
+            for w, t, n in dict.fromkeys(
+                [(1, 1, 1), (1, 1, cores), (1, cores, cores), (cores, 1, cores)]
+            )
+        ]
+        split = max(1, cores - 1)
+    naive = sync[-1]._replace(name="naive sync", dispatcher=StaticSplit)
+    return [naive, *sync, *(Arm(f"async {a:g}", "async", a, split, 1, 1) for a in alphas)]
+
+
+class Measured(train.Run):
+    """A run that keeps its weights now and then, and its batches if asked to."""
+
+    every = 0  # steps between weights that are kept
+    idle_trainer = False
+
+    def start(self, *args) -> None:
+        self.kept: list[tuple[float, dict]] = []  # seconds since the start, weights
+        self.batches: list[list] = []
+        super().start(*args)
+        self._keep()
+
+    def _keep(self) -> None:
+        if self.every:
+            weights = self.trainer.policy.model.state_dict()
+            self.kept.append((self.wall, {name: w.clone() for name, w in weights.items()}))
+
+    def train_on(self, batch) -> None:
+        self.batches.append(batch)
+        if self.idle_trainer:
+            self.metrics, self.t_train = {"grad_norm": 0.0}, 0.0
+        else:
+            super().train_on(batch)
+
+    def finish_step(self) -> None:
+        super().finish_step()
+        if self.every and self.version % self.every == 0:
+            self._keep()
+
+    def save(self) -> None:
+        """No checkpoint: `kept` is what this is about."""
+
+    def curve(self) -> list[tuple[float, float]]:
+        """Seconds and held-out solve rate of the weights that were kept."""
+        points = []
+        for seconds, weights in self.kept:
+            self.trainer.policy.model.load_state_dict(weights)
+            self.publish(self.version + 1)
+            self.wait_committed()
+            self.evaluate()
+            points.append((seconds, self.log.rows[-1]["eval/solve_rate"]))
+        return points
+
+    def train_alone(self) -> float:
+        """Seconds a step on batches that are there, with the publish, the workers at rest."""
+        seconds = []
+        for batch in self.batches[WARM:-TAIL]:
+            self.train_on(batch)
+            self.publish(self.version + 1)
+            self.wait_committed()
+            seconds.append(self.t_train + self.t_publish)
+        return float(np.mean(seconds))
+
+
 class Bench:
-    """Runs arms one after the other on the same rollout processes."""
+    """Runs arms one after the other; engines are started once for each kind and kept."""
 
-    def __init__(self, directory: Path):
-        self.directory, self.rollouts, self.runs = directory, None, 0
-        task = HeavyTail(EnvConfig())
-        # Its weights are random: lengths are given, so there is nothing for it to know.
-        self.model = resolve_model("tiny", task, "compare", directory, warmup_steps=0)
+    def __init__(self, args, flags: list[str]):
+        self.args, self.flags, self.runs = args, flags, 0
+        self.rollouts: dict[tuple, Rollouts] = {}
+        self.models: dict[str, str] = {}
 
-    def batch_seconds(self, arm: Arm, env: str, batches: int, seed: int) -> tuple[float, float]:
-        """Mean seconds a batch, after a first one; and groups with signal a batch."""
+    def model_of(self, env: str) -> str:
+        """All lengths start from one model: its warm-up is the same."""
+        env = LONG if env.startswith(__file__) else env
+        if env not in self.models:
+            self.models[env] = resolve_model("tiny", make_task(EnvConfig(env=env)), env)
+        return self.models[env]
+
+    def run(self, case: Case, arm: Arm, seed: int, steps: int, what: Callable, **traits):
+        """Train for so many steps; returns what(run) of the finished run."""
         self.runs += 1
+        directory = self.args.out / f"{self.runs:03}-{arm.name.replace(' ', '-')}"
         settings = {
-            "model": self.model,
-            "env": f"{Path(__file__)}:{env}",
-            "mode": "sync",
-            "batch_timeout": 600,
-            "steps": batches + 3,  # the last ones of a run start nothing redundant: not timed
-            "rollout_workers": WORKERS,
-            "max_num_seqs": SLOTS,
-            "tasks_per_worker": SLOTS if env != "FourTurns" else 512,
-            "learning_rate": 1e-4,
-            "max_model_len": 256,
+            "model": self.model_of(case.env),
+            "env": case.env,
+            "mode": arm.mode,
+            "alpha": arm.alpha,
+            "rollout_workers": arm.workers,
+            "batch_size": 16,
+            "learning_rate": 3e-4,
+            "max_model_len": 1024,
             "eval_every": 0,
-            "filter_limit": 1000,
+            "eval_prompts": 512,
+            "steps": steps,
             "seed": seed,
-            "run_dir": self.directory / f"run-{self.runs}",
-        } | arm.settings
-        run = train.Run(*train.parse(train.as_flags(settings)))
+            "run_dir": directory,
+        }
+        flags = train.as_flags(settings | case.flags)
+        run = Measured(*train.parse(flags + self.flags))
         run.log.bar.disable = True  # there is one for all arms
+        for name, value in traits.items():
+            setattr(run, name, value)
+        torch.set_num_threads(arm.trainer_threads)
+        run.worker_threads = arm.worker_threads
+        kind = arm.workers, arm.worker_threads
         try:
-            run.start(self.rollouts, arm.dispatcher)
-            self.rollouts = run.rollouts
-            seconds, useful = [], []
-            for _ in range(batches + 1):
-                batch = run.get_batch()
-                seconds.append(run.t_wait)
-                rewards = np.array([s.reward for s in batch]).reshape(-1, run.buffer.group_size)
-                useful.append(int((np.ptp(rewards, 1) > 0).sum()))
-                run.publish(run.version + 1)
-                run.wait_committed()
-            return float(np.mean(seconds[1:])), float(np.mean(useful[1:]))
+            run.start(self.rollouts.get(kind), arm.dispatcher)
+            self.rollouts[kind] = run.rollouts
+            (train.train_sync if arm.mode == "sync" else train.train_async)(run)
+            run.wait_committed()
+            return what(run)
         finally:
             run.close(keep_workers=True)
 
-    def compare(self, pair: Pair, repeats: int, batches: int, bar: tqdm) -> dict:
-        """Alternate the two arms; one ratio a repeat."""
-        seconds = {pair.naive.name: [], pair.ours.name: []}
-        for repeat in range(repeats):
-            arms = (pair.naive, pair.ours) if repeat % 2 else (pair.ours, pair.naive)
-            for arm in arms:
-                bar.set_postfix_str(arm.name)
-                spent, useful = self.batch_seconds(arm, pair.env, batches, seed=repeat)
-                seconds[arm.name].append(spent / useful if pair.per_useful else spent)
-                bar.update()
-        ratios = np.divide(seconds[pair.naive.name], seconds[pair.ours.name])
-        return {
-            "what": pair.what,
-            "paper": pair.paper,
-            "naive": [pair.naive.name, *np.round(seconds[pair.naive.name], 4).tolist()],
-            "ours": [pair.ours.name, *np.round(seconds[pair.ours.name], 4).tolist()],
-            "ratios": np.round(ratios, 3).tolist(),
-        }
+    def step_seconds(self, case: Case, arm: Arm, seed: int, **traits) -> float:
+        """Mean seconds a step, of those in the middle of a run."""
+        steps = WARM + self.args.steps + TAIL
+        return self.run(case, arm, seed, steps, middle, **traits)
+
+    def alone(self, case: Case, arm: Arm, seed: int) -> tuple[float, float]:
+        """Seconds a step of generation alone, and of training alone, publish included."""
+        generate = self.step_seconds(case, arm, seed, idle_trainer=True)
+        steps = WARM + self.args.steps + TAIL
+        return generate, self.run(case, arm, seed, steps, Measured.train_alone)
 
     def close(self) -> None:
-        if self.rollouts:
-            self.rollouts.close()
+        for rollouts in self.rollouts.values():
+            rollouts.close()
 
 
-def table(rows: list[dict]) -> str:
+def middle(run: Measured) -> float:
+    walls = [row["wall_s"] for row in run.log.rows if "step" in row]
+    return (walls[-1 - TAIL] - walls[WARM - 1]) / (len(walls) - WARM - TAIL)
+
+
+def strongest(seconds: dict[str, list[float]]) -> str:
+    """The synchronous arm with the lowest median, the naive one aside."""
+    return min((a for a in seconds if a.startswith("sync")), key=lambda a: np.median(seconds[a]))
+
+
+def ratio(over: list[float], under: list[float]) -> str:
+    """Median and range of paired ratios."""
+    ratios = np.divide(over, under)
+    return f"{np.median(ratios):.2f} ({ratios.min():.2f}-{ratios.max():.2f})"
+
+
+def table(case: Case, seconds: dict[str, list[float]]) -> str:
+    best, naive = strongest(seconds), next(iter(seconds))
     lines = [
-        "| what | naive | ours | naive / ours: median (range) | paper |",
-        "|---|---|---|---|---|",
+        f"| {case.name} | seconds a step: median (range) | naive sync / it | {best} / it |",
+        "|---|---|---|---|",
     ]
-    for row in rows:
-        arms = row["naive"], row["ours"]
-        naive, ours = (f"{name}: {np.median(seconds):.2f} s" for name, *seconds in arms)
-        ratios = row["ratios"]
+    for name, values in seconds.items():
         lines.append(
-            f"| {row['what']} | {naive} | {ours} | {np.median(ratios):.2f} "
-            f"({min(ratios):.2f}-{max(ratios):.2f}) | {row['paper']} |"
+            f"| {name}{' (strongest)' if name == best else ''} | {np.median(values):.2f} "
+            f"({min(values):.2f}-{max(values):.2f}) | {ratio(seconds[naive], values)} | "
+            f"{ratio(seconds[best], values)} |"
         )
     return "\n".join(lines)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def reached(curve: list[tuple[float, float]], target: float) -> float:
+    """Seconds until the solve rate first is `target`, between two points by a straight line; NaN
+    if it never is."""
+    for (t0, r0), (t1, r1) in zip([curve[0], *curve], curve, strict=False):
+        if r1 >= target:
+            return t1 if r1 == r0 else t0 + (t1 - t0) * (target - r0) / (r1 - r0)
+    return float("nan")
+
+
+def reward_table(curves: dict[str, list], best: str) -> str:
+    """Wall time to 90 % of the gain that every run reaches, sync against async."""
+    runs = [curve for of_arm in curves.values() for curve in of_arm]
+    start = np.mean([curve[0][1] for curve in runs])
+    target = start + 0.9 * (min(max(r for _, r in curve) for curve in runs) - start)
+    lines = [
+        f"| | seconds to a held-out solve rate of {target:.2f} | {best} / it | at the end |",
+        "|---|---|---|---|",
+    ]
+    sync = [reached(curve, target) for curve in curves[best]]
+    for name, of_arm in curves.items():
+        times = [reached(curve, target) for curve in of_arm]
+        ends = ", ".join(f"{curve[-1][1]:.2f}" for curve in of_arm)
+        lines.append(
+            f"| {name} | {', '.join(f'{t:.0f}' for t in times)} | {ratio(sync, times)} | {ends} |"
+        )
+    return "\n".join(lines)
+
+
+def draw(results: dict[str, dict], target: Path) -> Path:
+    """A row a task: seconds a step, and reward against wall time where it was measured."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(len(results), 2, figsize=(11, 3.6 * len(results)), squeeze=False)
+    for (bars, lines), (name, result) in zip(axes, results.items(), strict=True):
+        seconds = result["seconds"]
+        medians = [np.median(values) for values in seconds.values()]
+        spread = [[m - min(v), max(v) - m] for m, v in zip(medians, seconds.values(), strict=True)]
+        colors = ["C1" if arm.startswith("async") else "C0" for arm in seconds]
+        bars.barh(list(seconds), medians, xerr=np.transpose(spread), color=colors, capsize=3)
+        bars.invert_yaxis()
+        bars.set(title=name, xlabel="seconds a step (bars: range)")
+        for number, (arm, curves) in enumerate(result.get("curves", {}).items()):
+            for i, curve in enumerate(curves):
+                lines.plot(*zip(*curve, strict=True), f"C{number}o-", label=None if i else arm)
+        lines.set(xlabel="seconds", ylabel="held-out solve rate")
+        if result.get("curves"):
+            lines.legend()
+        for axis in (bars, lines):
+            axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(target, dpi=110)
+    plt.close(figure)
+    return target
+
+
+def draw_sweep(sweeps: dict[str, dict], target: Path) -> Path:
+    """Strongest sync / async over length and over latency."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(sweeps), figsize=(5 * len(sweeps), 3.6), squeeze=False)
+    for axis, (what, points) in zip(axes[0], sweeps.items(), strict=True):
+        values = sorted(points)
+        for number, arm in enumerate(points[values[0]]):
+            ratios = [points[value][arm] for value in values]
+            axis.plot(values, [np.median(r) for r in ratios], f"C{number + 1}o-", label=arm)
+            axis.fill_between(
+                values,
+                [min(r) for r in ratios],
+                [max(r) for r in ratios],
+                color=f"C{number + 1}",
+                alpha=0.2,
+            )
+        axis.axhline(1, color="gray", linewidth=0.8)
+        axis.set(xscale="log", xlabel=what, ylabel="strongest sync / async")
+        axis.legend()
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(target, dpi=110)
+    plt.close(figure)
+    return target
+
+
+# -- commands ------------------------------------------------------------------------------------
+
+
+def time_steps(bench: Bench, case: Case, arms: list[Arm], bar: tqdm) -> dict[str, list[float]]:
+    """Seconds a step of every arm, one value a repeat; every other round runs them backwards."""
+    seconds: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    for repeat in range(bench.args.repeats):
+        for arm in arms if repeat % 2 == 0 else arms[::-1]:
+            bar.set_postfix_str(f"{case.name}, {arm.name}")
+            seconds[arm.name].append(bench.step_seconds(case, arm, repeat))
+            bar.update()
+    return seconds
+
+
+def compare(bench: Bench, case: Case, arms: list[Arm], bar: tqdm) -> dict:
+    """Everything about one task: times, what bounds them, and reward against wall time."""
+    args = bench.args
+    seconds = time_steps(bench, case, arms, bar)
+    best, chosen = strongest(seconds), arms[-len(args.alphas) :]
+    result = {"seconds": seconds}
+    for _ in range(args.repeats):
+        result.setdefault("alone", []).append(bench.alone(case, chosen[0], 0))
+        bar.update()
+    if args.reward_steps:
+        curves = result["curves"] = {
+            arm.name: [] for arm in arms if arm.name == best or arm in chosen
+        }
+        every = max(1, args.reward_steps // 10)
+        for seed in range(args.reward_seeds):
+            for arm in (arm for arm in arms if arm.name in curves):
+                bar.set_postfix_str(f"{case.name}, reward, {arm.name}")
+                curve = bench.run(case, arm, seed, args.reward_steps, Measured.curve, every=every)
+                curves[arm.name].append(curve)
+                bar.update()
+    return result
+
+
+def describe(case: Case, result: dict) -> str:
+    """The tables of one task, and what bounds its asynchronous step."""
+    seconds = result["seconds"]
+    parts = [table(case, seconds)]
+    name = next(arm for arm in seconds if arm.startswith("async"))
+    step, alone = np.median(seconds[name]), np.median(result["alone"], axis=0)
+    parts.append(
+        f"{name}: {step:.3f} s a step; alone, with their publish: generation {alone[0]:.3f} s, "
+        f"training {alone[1]:.3f} s; step / longer one {step / alone.max():.2f}"
     )
-    parser.add_argument("mechanisms", nargs="*", metavar="MECHANISM", help=", ".join(PAIRS))
-    parser.add_argument("--repeats", type=int, default=5, help="pairs a row")
-    parser.add_argument("--batches", type=int, default=4, help="timed batches an arm")
-    parser.add_argument("--out", type=Path, default=Path("runs/compare.json"))
-    args = parser.parse_args()
-    unknown = set(args.mechanisms) - set(PAIRS)
-    if unknown:
-        parser.error(f"no mechanism {', '.join(sorted(unknown))}; there are {', '.join(PAIRS)}")
-    pairs = [pair for name in args.mechanisms or PAIRS for pair in PAIRS[name]]
-    rows: list[dict] = []
+    if "curves" in result:
+        parts.append(reward_table(result["curves"], strongest(seconds)))
+    return "\n\n".join(parts)
+
+
+def sweep(bench: Bench, arms: list[Arm], bar: tqdm) -> dict[str, dict]:
+    """Paired ratios of the strongest sync to each async arm, over lengths and latencies."""
+    found: dict[str, dict] = {}
+    for what, points in SWEEPS.items():
+        for value, case in points:
+            seconds = time_steps(bench, case, arms[1:], bar)
+            best = seconds[strongest(seconds)]
+            found.setdefault(what, {})[value] = {
+                arm: np.divide(best, seconds[arm]).tolist()
+                for arm in seconds
+                if arm.startswith("async")
+            }
+    return found
+
+
+def parse_args() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Other flags go to train.py, for example --batch_size 32 or --env_latency 1,1.",
+    )
+    parser.add_argument("tasks", nargs="*", metavar="TASK", help=", ".join(CASES))
+    parser.add_argument("--alphas", default="1,2", help="asynchronous ratios, by comma")
+    parser.add_argument("--repeats", type=int, default=5, help="runs an arm")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps a run")
+    parser.add_argument("--reward_steps", type=int, default=0, help="steps of the runs for reward")
+    parser.add_argument("--reward_seeds", type=int, default=2, help="runs an arm for reward")
+    parser.add_argument("--sweep", action="store_true", help="over lengths and latencies instead")
+    parser.add_argument("--out", type=Path, help="default: runs/compare-<n>")
+    args, flags = parser.parse_known_args()
+    if unknown := set(args.tasks) - set(CASES):
+        parser.error(f"no task {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    try:
+        args.alphas = [float(alpha) for alpha in args.alphas.split(",")]
+    except ValueError:
+        parser.error(f"--alphas takes numbers by comma (got {args.alphas})")
+    if min(args.repeats, args.steps, args.reward_seeds) < 1 or args.reward_steps < 0:
+        parser.error("--repeats, --steps and --reward_seeds have to be at least 1")
+    if args.out and args.out.exists():
+        parser.error(f"--out {args.out} exists already")
+    free = (Path(f"runs/compare-{n}") for n in range(1, 10_000))
+    args.out = args.out or next(path for path in free if not path.exists())
+    train.parse(flags)  # a wrong flag is said now
+    return args, flags
+
+
+def main() -> int:
+    args, flags = parse_args()
+    cores = len(os.sched_getaffinity(0))
+    arms = arms_of(cores, args.alphas)
+    cases = {name: CASES[name] for name in args.tasks or CASES}
     transformers.utils.logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory() as directory:
-        bench = Bench(Path(directory))
-        bar = tqdm(total=2 * args.repeats * len(pairs), unit="arm")
-        try:
-            for pair in pairs:
-                rows.append(bench.compare(pair, args.repeats, args.batches, bar))
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(json.dumps(rows, indent=1) + "\n")
-        except KeyboardInterrupt:
-            print("interrupted; what is done is below", file=sys.stderr)
-        finally:
-            bar.close()
-            bench.close()
-    print(f"{platform.machine()}, {date.today()}, {args.repeats} pairs of {args.batches} batches")
-    print(table(rows))
-    return 0 if len(rows) == len(pairs) else 130
+    bench, results, code = Bench(args, flags), {}, 0
+    args.out.mkdir(parents=True)
+    if args.sweep:
+        total = args.repeats * (len(arms) - 1) * sum(map(len, SWEEPS.values()))
+    else:
+        rewards = (1 + len(args.alphas)) * args.reward_seeds * bool(args.reward_steps)
+        total = (args.repeats * (len(arms) + 1) + rewards) * len(cases)
+    bar = tqdm(total=total, unit="run")
+    try:
+        if args.sweep:
+            results = sweep(bench, arms, bar)
+        for name, case in {} if args.sweep else cases.items():
+            results[name] = compare(bench, case, arms, bar)
+            (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    except KeyboardInterrupt:
+        print("interrupted; what is done is below", file=sys.stderr)
+        code = 130
+    finally:
+        bar.close()
+        bench.close()
+    print(f"{platform.machine()}, {cores} cores, {date.today()}, {args.repeats} runs an arm")
+    (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    if args.sweep and results:
+        for what, points in results.items():
+            for value, ratios in points.items():
+                text = ", ".join(f"{arm} {ratio(r, np.ones(len(r)))}" for arm, r in ratios.items())
+                print(f"{what} {value:g}: strongest sync / {text}")
+        print(draw_sweep(results, args.out / "sweep.png"))
+    elif results:
+        for name, result in results.items():
+            print(describe(cases[name], result), end="\n\n")
+        print(draw(results, args.out / "compare.png"))
+    return code
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ import transformers
 import yaml
 from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
 
+import replay
 import report
 from algos import AlgoConfig
 from buffer import BufferConfig, RolloutTask, Sample, SampleBuffer, derive_seed
@@ -80,6 +81,13 @@ class RunConfig:
     )
     report_to: str = field(
         default="", metadata={"help": "tensorboard, wandb or both by comma: metrics go there too"}
+    )
+    dump_batches: bool = field(
+        default=False, metadata={"help": "write every batch to <run_dir>/batches, for a replay"}
+    )
+    replay_batches: str = field(
+        default="",
+        metadata={"help": "directory of such batches: train on them, without an engine"},
     )
     batch_timeout: float = field(
         default=1800.0, metadata={"help": "seconds that a batch or an evaluation may take"}
@@ -218,25 +226,30 @@ class Run:
         """Start the workers, or go on with those of an earlier run, and give them their first
         weights: of version 0, or the checkpoint's."""
         if self.cell.local_rank == 0:
-            self.rollouts = rollouts or Rollouts(*self.for_workers, dispatcher)
-            if rollouts:
+            if self.config.replay_batches:
+                self.rollouts = replay.Replay(self.config.replay_batches, self.version)
+            elif rollouts:
+                self.rollouts = rollouts
                 rollouts.begin(*self.for_workers, dispatcher)
             else:
+                self.rollouts = Rollouts(*self.for_workers, dispatcher)
                 if self.log:
-                    count = self.rollout.rollout_workers
-                    print(
-                        f"{self.config.model}, {self.buffer.batch_size} x {self.buffer.group_size} "
-                        f"samples a step, alpha {self.buffer.alpha:g}, learning rate "
-                        f"{self.trainer.config.learning_rate:g}; starting vLLM in {count} "
-                        "rollout process(es) ...",
-                        file=sys.stderr,
-                    )
+                    self._greet()
                 self.rollouts.start(self.cell.worker_devices, self.worker_threads)
         self.publisher.connect(self.rollouts, self.rollout.start_timeout)
         self.publish(self.version)
         self.wait_committed()
         if self.config.eval_every and self.version == 0:
             self.evaluate()
+
+    def _greet(self) -> None:
+        print(
+            f"{self.config.model}, {self.buffer.batch_size} x {self.buffer.group_size} samples a "
+            f"step, alpha {self.buffer.alpha:g}, learning rate "
+            f"{self.trainer.config.learning_rate:g}; starting vLLM in "
+            f"{self.rollout.rollout_workers} rollout process(es) ...",
+            file=sys.stderr,
+        )
 
     def close(self, keep_workers: bool = False) -> None:
         if self.rollouts and not keep_workers:
@@ -257,6 +270,8 @@ class Run:
         """This node's part of the next batch, on each of its ranks."""
         self.started = time.perf_counter()
         batch = self.rollouts and self.rollouts.get_batch(self.config.batch_timeout)
+        if self.log and self.config.dump_batches:
+            replay.dump(self.log.dir / "batches", self.version + 1, batch)
         self.batch = self.cell.from_local_rank_zero(batch)
         self.t_wait = time.perf_counter() - self.started
         return self.batch
@@ -363,6 +378,9 @@ def check(config: RunConfig, buffer: BufferConfig, algo: AlgoConfig) -> None:
     if not config.model:
         config.model = "Qwen/Qwen2.5-0.5B-Instruct" if torch.cuda.is_available() else "tiny"
     report.check_destinations(config.report_to)
+    if config.replay_batches:
+        replay.check(config.replay_batches, config.steps)
+        config.eval_every = 0  # nobody is there to answer
     path = Path(config.run_dir)
     if any(part.is_file() for part in (path, *path.parents)):
         raise ValueError(f"--run_dir {config.run_dir}: there is a file of that name")

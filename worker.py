@@ -154,7 +154,7 @@ class Worker:
             self.failed.append((episode.task, traceback.format_exc()))
 
     async def run_naive(self, episodes: list[Episode]) -> None:
-        """All of them in step, for comparison (`compare.py`)."""
+        """All of them in step, for comparison (`mechanisms.py`)."""
         try:
             samples = await run_lockstep(episodes)
             self.finished.extend(samples)

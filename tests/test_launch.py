@@ -119,14 +119,20 @@ CPU_STEPS = [
 def test_help_needs_no_setup(checkout):
     p = checkout.run("--help")
     assert p.returncode == 0 and not p.stderr_text
-    for command in ("train", "compare", "parity", "plot", "test"):
+    for command in ("train", "compare", "mechanisms", "parity", "plot", "test"):
         assert f"launch.sh {command}" in p.stdout_text
     assert len(p.stdout_text.splitlines()) <= 36, "a screenful"
     assert not (checkout.dir / ".venv").exists()
 
 
 @pytest.mark.parametrize(
-    "command, file", [("plot", "report.py"), ("compare", "compare.py"), ("parity", "parity.py")]
+    "command, file",
+    [
+        ("plot", "report.py"),
+        ("compare", "compare.py"),
+        ("mechanisms", "mechanisms.py"),
+        ("parity", "parity.py"),
+    ],
 )
 def test_a_missing_program_is_said_before_any_setup(checkout, command, file):
     p = checkout.run(command, "x")
@@ -146,12 +152,13 @@ def test_unknown_command(checkout):
         (["--alpha", "2"], "train.py --alpha 2"),
         (["train", "--help"], "train.py --help"),
         (["plot", "runs/a"], "report.py plot runs/a"),
-        (["compare", "queue"], "compare.py queue"),
+        (["compare", "rlvr"], "compare.py rlvr"),
+        (["mechanisms", "queue"], "mechanisms.py queue"),
         (["parity", "--env", "grid"], "parity.py --env grid"),
     ],
 )
 def test_commands(checkout, args, ran):
-    for name in ("report.py", "compare.py", "parity.py"):
+    for name in ("report.py", "compare.py", "mechanisms.py", "parity.py"):
         (checkout.dir / name).write_text("")
     assert checkout.run(*args).returncode == 0
     assert checkout.calls_file.read_text().splitlines()[-1] == ran

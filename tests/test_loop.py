@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+import train
 from conftest import rows_of
 from safetensors.torch import load_file
 
@@ -133,6 +134,23 @@ def test_resume_in_async_mode_loses_no_prompt_and_keeps_the_bound(worker):
     prompts = [prompt for row in rows for prompt in row["prompt_ids"]]
     assert len(set(prompts)) == 12
     assert max(row["staleness_max"] for row in rows) <= 2
+
+
+def test_dumped_batches_replay_to_the_same_weights_without_an_engine(worker, tmp_path):
+    run = worker.train("--alpha", "1", steps=3, dump_batches=True)
+    flags = ["--model", worker.model, "--batch_size", "4", "--group_size", "4", "--steps", "3"]
+    flags += ["--replay_batches", str(run.log.dir / "batches"), "--learning_rate", "0.0003"]
+    again = train.Run(*train.parse([*flags, "--alpha", "1", "--run_dir", str(tmp_path / "again")]))
+    again.start()
+    train.train_async(again)
+    again.close()
+    keys = ("loss", "grad_norm", "reward_mean", "ratio_mean", "prompt_ids")
+    for row, other in zip(rows_of(run), rows_of(again), strict=True):
+        assert {key: row[key] for key in keys} == {key: other[key] for key in keys}
+    first, second = weights_of(run), weights_of(again)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    with pytest.raises(ValueError, match=r"no .*000004.pkl \(--steps 4"):
+        train.Run(*train.parse([*flags, "--steps", "4", "--run_dir", str(tmp_path / "more")]))
 
 
 # -- data that has nothing to teach --------------------------------------------------------------

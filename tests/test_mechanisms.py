@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import compare
+import mechanisms
 import parity
 import train
 from buffer import RolloutTask
-from compare import PAIRS, FourTurns, Hard, HeavyTail, InRounds, StaticSplit, Unreplicated
+from mechanisms import PAIRS, FourTurns, Hard, HeavyTail, InRounds, StaticSplit, Unreplicated
 from envs import EnvConfig
 from parity import Arm
 
@@ -101,7 +101,7 @@ def test_the_environment_ends_after_four_turns_of_four_tokens():
 
 @pytest.mark.parametrize("pair", [pair for pairs in PAIRS.values() for pair in pairs])
 def test_the_arms_of_a_pair_are_valid_settings_and_differ(pair):
-    assert hasattr(compare, pair.env)
+    assert hasattr(mechanisms, pair.env)
     for arm in (pair.naive, pair.ours):
         argv = [part for key, value in arm.settings.items() for part in (f"--{key}", str(value))]
         train.parse(argv)  # exits if one is wrong
@@ -110,7 +110,7 @@ def test_the_arms_of_a_pair_are_valid_settings_and_differ(pair):
 
 def test_a_table_has_the_median_of_the_ratios_and_their_range():
     row = {"what": "x", "paper": "2.0", "naive": ["a", 4.0, 6.0, 5.0], "ours": ["b", 2.0, 2.0, 5.0]}
-    text = compare.table([row | {"ratios": [2.0, 3.0, 1.0]}])
+    text = mechanisms.table([row | {"ratios": [2.0, 3.0, 1.0]}])
     assert text.endswith("| x | a: 5.00 s | b: 2.00 s | 2.00 (1.00-3.00) | 2.0 |")
 
 

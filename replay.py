@@ -1,0 +1,68 @@
+"""Batches of an earlier run in the place of rollout processes: training without an engine.
+
+    python train.py --dump_batches True --run_dir runs/one        writes runs/one/batches/<step>.pkl
+    python train.py --replay_batches runs/one/batches             the same steps, from those files
+
+For debugging and profiling the trainer: the same batches give the same losses and weights. It has
+the methods of `rollout.Rollouts` that the training loops call.
+"""
+
+import pickle
+from collections import Counter, defaultdict
+from pathlib import Path
+
+from buffer import Sample
+
+
+def batch_path(directory: Path, step: int) -> Path:
+    return directory / f"{step:06}.pkl"
+
+
+def dump(directory: Path, step: int, batch: list[Sample]) -> None:
+    directory.mkdir(exist_ok=True)
+    batch_path(directory, step).write_bytes(pickle.dumps(batch))
+
+
+def check(directory: str, steps: int) -> None:
+    """Raise ValueError unless there is a batch for every step."""
+    missing = [n for n in range(1, steps + 1) if not batch_path(Path(directory), n).exists()]
+    if missing:
+        raise ValueError(
+            f"--replay_batches {directory}: no {batch_path(Path(directory), missing[0])} "
+            f"(--steps {steps}; a run with --dump_batches True writes them)"
+        )
+
+
+class Replay:
+    """Serves the batches of a directory, one a step."""
+
+    weight_group = ()  # there is nobody to send weights to
+
+    def __init__(self, directory: str, version: int):
+        self.directory, self.version = Path(directory), version
+        self.mismatches = defaultdict(lambda: (0.0, 0.0))
+
+    def get_batch(self, timeout: float) -> list[Sample]:
+        return pickle.loads(batch_path(self.directory, self.version + 1).read_bytes())
+
+    def publish(self, version: int, *_) -> None:
+        self.version = version
+
+    def start(self, devices, threads) -> None:
+        """Nothing to start, to wait for or to close."""
+
+    def wait_committed(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def take_counts(self) -> Counter:
+        return Counter()
+
+    def dropped(self) -> Counter:
+        return Counter()
+
+    def take_dropped(self) -> list:
+        return []
+
+    def progress(self) -> dict:
+        return {}
