@@ -20,6 +20,7 @@ trainer on batches that are there, each with the publish that belongs to it.
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -450,9 +451,9 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Other flags go to train.py, for example --batch_size 32 or --env_latency 1,1.",
+        usage="compare.py [TASK ...] [flags]",
+        epilog=f"Tasks: {', '.join(CASES)}. Other flags go to train.py, for example --batch_size 32 or --env_latency 1,1.",
     )
-    parser.add_argument("tasks", nargs="*", metavar="TASK", help=", ".join(CASES))
     parser.add_argument("--alphas", default="1,2", help="asynchronous ratios, by comma")
     parser.add_argument("--repeats", type=int, default=5, help="runs an arm")
     parser.add_argument("--steps", type=int, default=10, help="timed steps a run")
@@ -460,7 +461,10 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--reward_seeds", type=int, default=2, help="runs an arm for reward")
     parser.add_argument("--sweep", action="store_true", help="over lengths and latencies instead")
     parser.add_argument("--out", type=Path, help="default: runs/compare-<n>")
-    args, flags = parser.parse_known_args()
+    # Tasks stand before all flags: else the value of a flag of train.py would be one.
+    tasks = list(itertools.takewhile(lambda word: not word.startswith("-"), sys.argv[1:]))
+    args, flags = parser.parse_known_args(sys.argv[1 + len(tasks) :])
+    args.tasks = tasks
     if unknown := set(args.tasks) - set(CASES):
         parser.error(f"no task {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     try:
