@@ -41,6 +41,7 @@ from envs import Addition, EnvConfig, Row, make_task
 from mechanisms import StaticSplit
 from models import resolve_model
 from rollout import Dispatcher, Rollouts
+from timeline import spans
 
 WARM, TAIL = 3, 3  # steps before and after those that are timed: the pipeline fills and empties
 
@@ -160,7 +161,7 @@ class Measured(train.Run):
     def train_on(self, batch) -> None:
         self.batches.append(batch)
         if self.idle_trainer:
-            self.metrics, self.t_train = {"grad_norm": 0.0}, 0.0
+            self.metrics = {"grad_norm": 0.0}
         else:
             super().train_on(batch)
 
@@ -187,10 +188,11 @@ class Measured(train.Run):
         """Seconds a step on batches that are there, with the publish, the workers at rest."""
         seconds = []
         for batch in self.batches[WARM:-TAIL]:
+            spans.seconds.clear()
             self.train_on(batch)
             self.publish(self.version + 1)
             self.wait_committed()
-            seconds.append(self.t_train + self.t_publish)
+            seconds.append(spans.seconds["train"] + spans.seconds["publish"])
         return float(np.mean(seconds))
 
 

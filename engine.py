@@ -215,8 +215,9 @@ class Engine:
         if self.turns.pop(running.request, None):
             self.llm.abort_request([running.request])
 
-    def step(self) -> None:
-        """One prefill or decode step of all running sequences."""
+    def step(self) -> int:
+        """One prefill or decode step of all running sequences; returns how many tokens it made."""
+        made = 0
         self.counts["engine_steps"] += 1
         self.counts["steps_below_cap"] += len(self.turns) < self.slots
         self.counts["slots_used"] += min(len(self.turns), self.slots)
@@ -229,11 +230,13 @@ class Engine:
                 turn.ids.append(token)
                 turn.logprobs.append(position[token].logprob)
                 turn.versions.append(self.version)
-            self.counts["tokens"] += len(new.token_ids)
+            made += len(new.token_ids)
             if output.finished:
                 turn.truncated = new.finish_reason == "length"
                 del self.turns[output.request_id]
                 running.done.set_result(None)
+        self.counts["tokens"] += made
+        return made
 
     def take_counts(self) -> Counter:
         counts, self.counts = self.counts, Counter()

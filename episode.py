@@ -28,7 +28,8 @@ from typing import NamedTuple
 import numpy as np
 
 from buffer import RolloutTask, Sample, derive_seed
-from envs import EnvConfig, Task, encode_prompt, encode_reply, is_observation
+from envs import EnvConfig, EnvTask, Task, encode_prompt, encode_reply, is_observation
+from timeline import spans
 
 
 @dataclass(eq=False)
@@ -85,15 +86,17 @@ class EnvCalls:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
-    async def __call__(self, call: Callable, *args, blocking: bool, wait: float = 0.0):
+    async def __call__(
+        self, call: Callable, *args, blocking: bool, wait: float = 0.0, what="env", lane=1
+    ):
         """The value of call(*args), which may be a coroutine; `wait` seconds late, if asked to.
-        Raises TimeoutError after --env_timeout seconds."""
+        Raises TimeoutError after --env_timeout seconds. `what` and `lane`: of the timeline."""
         if not (blocking or wait or inspect.iscoroutinefunction(call)):
             result = tame(call, *args)  # microseconds: a thread would cost more
             if not inspect.isawaitable(result):
                 return result
             call, args = (lambda: result), ()
-        work = self._work(call, args, blocking, wait)
+        work = spans.around(self._work(call, args, blocking, wait), what, lane)
         work = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             async with asyncio.timeout(self.timeout) as clock:
@@ -140,6 +143,8 @@ def stop_ids(task: Task, tokenizer) -> list[int]:
 class Episode:
     """An episode in progress. `engine` is whatever has `version` and `generate(turn)`."""
 
+    lane = 1  # in the timeline; a worker gives each its own
+
     def __init__(self, task: RolloutTask, games: Task, engine, tokenizer, calls, limits: Limits):
         self.task, self.games, self.engine, self.tokenizer = task, games, engine, tokenizer
         self.calls, self.limits = calls, limits
@@ -167,7 +172,7 @@ class Episode:
     async def reset(self) -> None:
         """Open the environment; its first observation is the prompt."""
         blocking = self.games.blocking_reset
-        text, _ = await self._ask(check_reset, self._open, blocking=blocking)
+        text, _ = await self._ask(check_reset, self._open, blocking=blocking, what="reset")
         self.ids = list(first_ids(self.games, text, self.tokenizer))
         if len(self.ids) >= self.limits.max_model_len:
             raise EnvError(
@@ -191,7 +196,8 @@ class Episode:
         most = min(length or self.limits.max_tokens, room)
         turn = Turn(self.ids.copy(), most, seed, self.stop_ids, ignore_eos=length is not None)
         self.turns.append(turn)
-        await self.engine.generate(turn)
+        with spans("turn", self.lane, group=self.task.group, sample=self.task.sample):
+            await self.engine.generate(turn)
         self.ids += turn.ids
 
     async def step(self) -> None:
@@ -199,8 +205,9 @@ class Episode:
         turn = self.turns[-1]
         text = self.tokenizer.decode(turn.ids, skip_special_tokens=True)
         wait = self.games.config.latency.draw(self.task.seed, len(self.turns))
-        blocking = self.games.blocking
-        said = await self._ask(check_step, self.env.step, text, blocking=blocking, wait=wait)
+        what = "env step" if isinstance(self.games, EnvTask) else "reward"
+        how = {"blocking": self.games.blocking, "wait": wait, "what": what}
+        said = await self._ask(check_step, self.env.step, text, **how)
         observation, reward, terminated, truncated, _ = said
         self.reward += float(reward)
         if terminated or truncated or len(self.turns) == self.limits.max_turns:
@@ -219,7 +226,7 @@ class Episode:
     async def _ask(self, check: Callable, call: Callable, *args, **how):
         """Call the environment, and check what it returns. Errors say where they came from."""
         try:
-            said = await self.calls(call, *args, **how)
+            said = await self.calls(call, *args, lane=self.lane, **how)
             check(said)
             return said
         except asyncio.CancelledError as error:

@@ -34,6 +34,7 @@ from buffer import RolloutTask
 from envs import Env, EnvConfig, Row, Task
 from models import resolve_model
 from rollout import Dispatcher
+from timeline import spans
 
 WORKERS, SLOTS = 2, 32
 
@@ -282,7 +283,7 @@ class Bench:
             seconds, useful = [], []
             for _ in range(batches + 1):
                 batch = run.get_batch()
-                seconds.append(run.t_wait)
+                seconds.append(spans.seconds["wait"])
                 rewards = np.array([s.reward for s in batch]).reshape(-1, run.buffer.group_size)
                 useful.append(int((np.ptp(rewards, 1) > 0).sum()))
                 run.publish(run.version + 1)

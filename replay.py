@@ -64,5 +64,8 @@ class Replay:
     def take_dropped(self) -> list:
         return []
 
+    def take_spans(self) -> list:
+        return []
+
     def progress(self) -> dict:
         return {}

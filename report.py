@@ -17,8 +17,11 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from timeline import TraceFile, spans
+
 SAMPLES_A_STEP = 2  # written to samples.jsonl
-WORKER_TIMES = ("decode", "episodes", "load", "commit", "idle")  # what a worker's time goes to
+TRAINER_TIMES = ("wait", "train", "publish")  # what a trainer's time goes to
+WORKER_TIMES = ("decode", "episodes", "load", "probe", "commit", "idle")  # ... and a worker's
 
 
 def check_destinations(report_to: str) -> None:
@@ -53,6 +56,7 @@ class Log:
             self._cut(resumed_at)
         self.metrics = (self.dir / "metrics.jsonl").open("a")
         self.samples = (self.dir / "samples.jsonl").open("a")
+        self.trace = TraceFile(self.dir / "trace.json", resumed_at)
         self.writers = [OPEN[name](flat, self.dir) for name in config.report_to.split(",") if name]
         self.quiet = not sys.stderr.isatty()
         self.bar = tqdm(
@@ -133,9 +137,12 @@ class Log:
         self.bar.close()
         self.metrics.close()
         self.samples.close()
+        self.trace.close()
 
     def summary(self) -> None:
         """The end of a run in a few lines, and its figure."""
+        from figures import plot_reward  # matplotlib, only here
+
         self.bar.close()
         figure = plot_reward([self.dir], self.dir / "reward.png")
         print(summarize(self.rows))
@@ -144,7 +151,7 @@ class Log:
 
 def batch_metrics(run) -> dict:
     """What the samples, the workers and the clock say about the step that has just ended."""
-    batch, at = run.batch, run.version - 1
+    batch, at, seconds = run.batch, run.version - 1, spans.seconds
     rewards = np.array([s.reward for s in batch])
     stale = np.array([s.staleness(at) for s in batch])
     counts, dropped = run.rollouts.take_counts(), run.rollouts.dropped()
@@ -172,15 +179,13 @@ def batch_metrics(run) -> dict:
         "lost_samples": counts["lost_samples"],
         "lost_length_mean": counts["lost_tokens"] / (counts["lost_samples"] or 1),
         "lost_reward_mean": counts["lost_reward"] / (counts["lost_finished"] or 1),
-        "t_wait": run.t_wait,
-        "t_train": run.t_train,
-        "t_publish": run.t_publish,
+        **{f"t_{what}": seconds[what] for what in TRAINER_TIMES},
         **{f"t_worker_{what}": counts[what] / workers for what in WORKER_TIMES},
         "slots_used": counts["slots_used"] / engine_steps,
         "steps_below_cap": counts["steps_below_cap"] / engine_steps,
         "steps_starved": counts["steps_starved"] / engine_steps,  # below it while tasks waited
         "failed_samples": counts["failed_samples"],  # first failures, which a retry may mend, too
-        "trainer_idle": run.t_wait / (run.t_wait + run.t_train + run.t_publish),
+        "trainer_idle": seconds["wait"] / sum(seconds[what] for what in TRAINER_TIMES),
         "rollout_idle": counts["idle"] / worker_time,
         "prompt_ids": [s.task.prompt for s in batch[:: run.buffer.group_size]],
         "dropped_prompts": run.rollouts.take_dropped(),  # [reason, prompt id]: whom `ready` passes
@@ -228,48 +233,6 @@ def summarize(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-# -- figures -------------------------------------------------------------------------------------
-
-
-def plot_reward(runs: list[Path], target: Path) -> Path:
-    """Training reward (smoothed) and held-out solve rate against steps and against wall time."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (by_step, by_time) = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
-    for number, run in enumerate(runs):
-        rows = read_rows(run / "metrics.jsonl")
-        steps = [row for row in rows if "step" in row]
-        evals = [row for row in rows if "eval/solve_rate" in row]
-        wall = {0: 0.0} | {row["step"]: row["wall_s"] for row in steps}
-        rewards = np.array([row["reward_mean"] for row in steps])
-        window = max(1, len(rewards) // 20)
-        smooth = [rewards[max(0, i - window) : i + 1].mean() for i in range(len(rewards))]
-        for axis, at in ((by_step, lambda step: step), (by_time, wall.get)):
-            color = f"C{number}"
-            x = [at(row["step"]) for row in steps]
-            axis.plot(x, rewards, color=color, alpha=0.25, linewidth=0.8)
-            axis.plot(x, smooth, color=color, label=f"{run.name}: training")
-            axis.plot(
-                [at(row["version"]) for row in evals],
-                [row["eval/solve_rate"] for row in evals],
-                "o--",
-                color=color,
-                label=f"{run.name}: held out",
-            )
-    by_step.set(xlabel="step", ylabel="reward")
-    by_time.set(xlabel="seconds (evaluation not counted)")
-    by_step.legend(fontsize=8)
-    for axis in (by_step, by_time):
-        axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(target, dpi=120)
-    plt.close(figure)
-    return target
-
-
 # -- other places that metrics can go to ---------------------------------------------------------
 
 
@@ -300,17 +263,22 @@ OPEN = {"tensorboard": open_tensorboard, "wandb": open_wandb}
 def main() -> int:
     parser = argparse.ArgumentParser(description="Figures of finished runs.")
     commands = parser.add_subparsers(dest="command", required=True)
-    plot = commands.add_parser("plot", help="reward of one or several runs, in one figure")
+    plot = commands.add_parser("plot", help="reward and timeline of one or several runs")
     plot.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
-    plot.add_argument("--out", type=Path, help="default: reward.png, or compare.png, in the first")
+    plot.add_argument("--out", type=Path, help="directory of the figures; default: the first run's")
     args = parser.parse_args()
+    from figures import plot_reward, plot_timeline
+
     for run in args.runs:
         if not read_rows(run / "metrics.jsonl"):
             print(f"report.py: no metrics.jsonl with rows in {run}", file=sys.stderr)
             return 2
         print(f"{run}\n{summarize(read_rows(run / 'metrics.jsonl'))}")
-    name = "reward.png" if len(args.runs) == 1 else "compare.png"
-    print(plot_reward(args.runs, args.out or args.runs[0] / name))
+    directory = args.out or args.runs[0]
+    directory.mkdir(parents=True, exist_ok=True)
+    reward = "reward.png" if len(args.runs) == 1 else "compare.png"
+    print(plot_reward(args.runs, directory / reward))
+    print(plot_timeline(args.runs, directory / "timeline.png"))
     return 0
 
 

@@ -40,6 +40,7 @@ import torch.multiprocessing as mp
 from tqdm import tqdm
 
 from buffer import RolloutTask, Sample, SampleBuffer
+from timeline import STEP_LIMIT, Span, spans
 from worker import WorkerSpec, worker_main
 
 
@@ -286,6 +287,7 @@ class Rollouts:
         self.weight_group = None  # trainer rank 0 keeps its end of it here
         self.counts: Counter[str] = Counter()  # the workers': seconds by kind, tokens, ...
         self._dropped_seen = len(buffer.dropped)  # of a resumed run: those before it
+        self.spans: list[deque[Span]] = [deque(maxlen=STEP_LIMIT) for _ in range(workers)]
         self._said: list[set[str]] = [set() for _ in range(workers)]
         self._heard = [time.monotonic()] * workers
         self._update: Update | None = None
@@ -318,6 +320,7 @@ class Rollouts:
             self.dispatcher = dispatcher(len(self.pipes), *self._places())
             self.counts, self._evaluating = Counter(), {}
             self._dropped_seen = len(buffer.dropped)
+        self.take_spans()
 
     def start(self, devices: list[str | None], threads: int) -> None:
         """Spawn the workers and wait until each has its engine."""
@@ -370,7 +373,8 @@ class Rollouts:
     def publish(self, version: int, bucket_info: dict, probe_ids: list[int], reference, send):
         """Pause all workers, call `send` (which broadcasts the buckets), and return. Loading, the
         probe and the commit happen on the owner's thread: see `wait_committed`."""
-        self.wait_committed()
+        with spans("acknowledge"):
+            self.wait_committed()
         with self._changed:
             update = self._update = Update(version, np.asarray(reference))
             self.buffer.expect(version)
@@ -378,12 +382,14 @@ class Rollouts:
         for worker in range(len(self.pipes)):
             self._send(worker, "update", version, bucket_info, probe_ids)
         everyone = len(self.pipes)
-        self._await(
-            lambda: len(update.paused) == everyone,
-            lambda: f"workers {sorted(set(range(everyone)) - update.paused)} to pause",
-            self.config.start_timeout,
-        )
-        send()
+        with spans("pause"):
+            self._await(
+                lambda: len(update.paused) == everyone,
+                lambda: f"workers {sorted(set(range(everyone)) - update.paused)} to pause",
+                self.config.start_timeout,
+            )
+        with spans("broadcast"):
+            send()
 
     def wait_committed(self) -> None:
         """Wait until the publish in progress, if there is one, is committed on every worker."""
@@ -424,6 +430,14 @@ class Rollouts:
             lost, self.buffer.lost = self.buffer.lost, Counter()
         counts.update({f"lost_{what}": value for what, value in lost.items()})
         return counts
+
+    def take_spans(self) -> list[list[Span]]:
+        """What each worker has done since the last call."""
+        with self._changed:
+            taken = [list(recorded) for recorded in self.spans]
+            for recorded in self.spans:
+                recorded.clear()
+        return taken
 
     def progress(self) -> dict:
         """Where a resumed run begins (`SampleBuffer.progress`)."""
@@ -500,8 +514,11 @@ class Rollouts:
                     self._commit()
             self._changed.notify_all()
 
-    def _take_results(self, worker: int, samples: list, failures: list, too_old: list, counts):
+    def _take_results(
+        self, worker: int, samples: list, failures: list, too_old: list, counts, done
+    ):
         self.counts.update(counts)
+        self.spans[worker].extend(done)
         if counts.get("steps_below_cap") and self.dispatcher.queue:
             self.counts["steps_starved"] += counts["steps_below_cap"]
             self.dispatcher.widen()

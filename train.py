@@ -41,6 +41,7 @@ from envs import EnvConfig, encode_prompt, make_task, prompt_order
 from episode import Limits
 from models import PRESETS, byte_tokenizer, one_line_if_missing, resolve_model
 from rollout import Dispatcher, RolloutConfig, RolloutError, Rollouts
+from timeline import spans
 from trainer import STATE_FILE, Cell, NonFiniteError, Publisher, Trainer, TrainerConfig
 from worker import WorkerSpec
 
@@ -235,7 +236,8 @@ class Run:
                 self.rollouts = Rollouts(*self.for_workers, dispatcher)
                 if self.log:
                     self._greet()
-                self.rollouts.start(self.cell.worker_devices, self.worker_threads)
+                with spans("start"):
+                    self.rollouts.start(self.cell.worker_devices, self.worker_threads)
         self.publisher.connect(self.rollouts, self.rollout.start_timeout)
         self.publish(self.version)
         self.wait_committed()
@@ -254,6 +256,7 @@ class Run:
     def close(self, keep_workers: bool = False) -> None:
         if self.rollouts and not keep_workers:
             self.rollouts.close()
+        self.write_spans()
         if self.log:
             self.log.close()
         self.task.close()
@@ -269,21 +272,21 @@ class Run:
     def get_batch(self) -> list[Sample]:
         """This node's part of the next batch, on each of its ranks."""
         self.started = time.perf_counter()
-        batch = self.rollouts and self.rollouts.get_batch(self.config.batch_timeout)
-        if self.log and self.config.dump_batches:
-            replay.dump(self.log.dir / "batches", self.version + 1, batch)
-        self.batch = self.cell.from_local_rank_zero(batch)
-        self.t_wait = time.perf_counter() - self.started
+        spans.seconds.clear()
+        with spans("wait"):
+            batch = self.rollouts and self.rollouts.get_batch(self.config.batch_timeout)
+            if self.log and self.config.dump_batches:
+                replay.dump(self.log.dir / "batches", self.version + 1, batch)
+            self.batch = self.cell.from_local_rank_zero(batch)
         return self.batch
 
+    @spans("train")
     def train_on(self, batch: list[Sample]) -> None:
-        start = time.perf_counter()
         self.metrics = self.trainer.step(batch, self.version)
-        self.t_train = time.perf_counter() - start
 
+    @spans("publish")
     def publish(self, version: int) -> None:
         """Send the weights to every worker. Returns when they have left; see wait_committed."""
-        start = time.perf_counter()
         reference = self.trainer.score(self.probe)
 
         def send() -> None:
@@ -294,28 +297,38 @@ class Run:
             self.rollouts.publish(version, self.publisher.info, self.probe, reference, send)
         else:
             send()
-        self.version, self.t_publish = version, time.perf_counter() - start
+        self.version = version
 
     def wait_committed(self) -> None:
-        start = time.perf_counter()
         if self.rollouts:
-            self.rollouts.wait_committed()
-        self.t_publish += time.perf_counter() - start
+            with spans("publish"), spans("acknowledge"):
+                self.rollouts.wait_committed()
 
     def finish_step(self) -> None:
         """Close the books of a step; now and then evaluate, or save."""
         config, step = self.config, self.version
-        self.wall += time.perf_counter() - self.started
-        if self.log:
-            row = {"step": step, "version": step - 1, "wall_s": self.wall}
-            row |= self.metrics | report.batch_metrics(self)
-            self.log.step(row, self.batch, self.tokenizer)
+        now = time.perf_counter()
+        self.wall += now - self.started
+        spans.add("step", self.started, now, args={"step": step})
+        with spans("log"):
+            if self.log:
+                row = {"step": step, "version": step - 1, "wall_s": self.wall}
+                row |= self.metrics | report.batch_metrics(self)
+                self.log.step(row, self.batch, self.tokenizer)
+            self.write_spans()
         last = step == config.steps
         if config.eval_every and (last or step % config.eval_every == 0):
             self.evaluate()
         if last or (config.save_every and step % config.save_every == 0):
             self.save()
 
+    def write_spans(self) -> None:
+        """To trace.json: those of trainer rank 0 and its node's workers."""
+        mine = spans.take()
+        if self.log:
+            self.log.trace.write([mine, *(self.rollouts.take_spans() if self.rollouts else [])])
+
+    @spans("evaluate")
     def evaluate(self) -> None:
         """Score held-out prompts under the version just published, one sample each."""
         start, cell = time.perf_counter(), self.cell
@@ -335,6 +348,7 @@ class Run:
             seconds = time.perf_counter() - start
             self.log.evaluation(self.version, mean, solved, int(scored), seconds)
 
+    @spans("checkpoint")
     def save(self) -> None:
         """Write checkpoint-<step>. Samples in progress are not saved: they are generated again."""
         self.wait_committed()

@@ -34,6 +34,7 @@ from rollout import (
     open_store,
     place_workers,
 )
+from timeline import spans
 
 STATE_FILE = "trainer.pt"  # in a checkpoint, beside the model
 
@@ -253,6 +254,7 @@ class Trainer:
         mine = advantages[before : before + len(rewards)]
         return samples, mine.to(cell.device), rewards.to(cell.device)
 
+    @spans("pack")
     def _pieces(self, samples: list[Sample], groups: list[int]) -> list[Piece]:
         """This rank's share of some groups in micro-batches. FSDP's collectives need as many
         forward passes on every rank, so a rank with fewer repeats one, without counting it."""
@@ -282,7 +284,8 @@ class Trainer:
             return
         for piece in (piece for pieces in minibatches for piece in pieces):
             packed = piece.packed
-            piece.proximal, _ = self.policy(packed, self.temperature)
+            with spans("forward"):
+                piece.proximal, _ = self.policy(packed, self.temperature)
             piece.factor, piece.keep = algos.correct(
                 piece.proximal, packed.behaviour, packed.sample, self.algo
             )
@@ -302,7 +305,8 @@ class Trainer:
     def _backward(self, piece: Piece, advantages, rewards, sizes) -> dict[str, Tensor]:
         """Loss and gradient of one micro-batch; returns what is to be known of its tokens, [T]."""
         packed, algo = piece.packed, self.algo
-        logp, entropy = self.policy(packed, self.temperature, bool(algo.entropy_coef))  # [T]
+        with spans("forward"):
+            logp, entropy = self.policy(packed, self.temperature, bool(algo.entropy_coef))  # [T]
         proximal = logp.detach() if piece.proximal is None else piece.proximal
         tokens = algos.Tokens(
             logp,
@@ -318,13 +322,14 @@ class Trainer:
         if piece.factor is not None:
             loss, weight, masked = loss * piece.factor, weight * piece.keep, (~piece.keep).float()
         if self.reference is not None:
-            with torch.no_grad():
+            with spans("forward"), torch.no_grad():
                 reference, _ = self.reference(packed, self.temperature)
             loss = loss + algo.kl_coef * algos.kl_penalty(logp, reference)
         if algo.entropy_coef:
             loss = loss - algo.entropy_coef * entropy
         # FSDP averages gradients over ranks; the weights already carry the global denominator.
-        ((loss * weight).sum() * self.cell.world).backward()
+        with spans("backward"):
+            ((loss * weight).sum() * self.cell.world).backward()
         return {
             "counts": torch.full_like(weight, piece.counts),
             "weighted_loss": (loss * weight).detach(),
@@ -336,6 +341,7 @@ class Trainer:
             "version": packed.versions,
         }
 
+    @spans("optimiser")
     def _update(self, stats: list[dict], samples: list[Sample]) -> tuple[float, float]:
         """Clip, check, step. Returns loss and gradient norm of the minibatch."""
         norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.grad_clip)
@@ -349,6 +355,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return loss, norm
 
+    @spans("diagnostics")
     def _diagnostics(self, stats: list[dict], version: int) -> dict[str, float]:
         """Means over the trained tokens of the whole batch. `log_ratio` is log pi - log pi_b, when
         each token is trained on."""
@@ -386,6 +393,7 @@ class Trainer:
             "abs_log_ratio_by_age": by_age,  # age 0: the mismatch of trainer and engine alone
         }
 
+    @spans("probe")
     @torch.no_grad()
     def score(self, ids: list[int]) -> np.ndarray:
         """Raw log-probabilities (T = 1) of ids[1:], for the probe. Called on every rank."""

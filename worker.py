@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import itertools
 import math
 import os
 import signal
@@ -20,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
@@ -31,6 +32,7 @@ from tqdm import tqdm
 from buffer import RolloutTask, Sample
 from envs import EnvConfig, make_task
 from episode import EnvCalls, Episode, Limits, Unwanted, run_episode, run_lockstep
+from timeline import UNDRAWN, spans
 
 if TYPE_CHECKING:
     from rollout import RolloutConfig
@@ -78,6 +80,7 @@ class Worker:
         self.failed: list[tuple[RolloutTask, str]] = []
         self.too_old: list[RolloutTask] = []
         self.counts: Counter[str] = Counter()  # seconds by kind, tokens, ..., since the last report
+        self.lanes, self.free_lanes = itertools.count(1), deque()  # of episodes, in the timeline
         self.update = None  # a weight update that is waiting for its turn
         self.stopping = False
         self.sent_at = time.monotonic()
@@ -119,6 +122,7 @@ class Worker:
         self.spec, self.engine.version = spec, -1
         self.engine.temperature = spec.rollout.temperature
         self.finished, self.failed, self.too_old, self.counts = [], [], [], Counter()
+        spans.clear()
         self.conn.send(("begun",))
 
     def read_messages(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -139,9 +143,10 @@ class Worker:
             os.killpg(0, signal.SIGKILL)
 
     def open(self, task: RolloutTask) -> Episode:
-        return Episode(
-            task, self.env, self.engine, self.tokenizer, self.calls, self.spec.limits_of(task)
-        )
+        limits = self.spec.limits_of(task)
+        episode = Episode(task, self.env, self.engine, self.tokenizer, self.calls, limits)
+        episode.lane = self.free_lanes.popleft() if self.free_lanes else next(self.lanes)
+        return episode
 
     async def run(self, episode: Episode) -> None:
         """An episode to its end, whatever that is."""
@@ -170,6 +175,7 @@ class Worker:
         def ended(_) -> None:
             for episode in episodes:
                 episode.close()
+                self.free_lanes.append(episode.lane)
                 self.episodes.pop(episode.task, None)
             self.wake.set()
 
@@ -191,12 +197,6 @@ class Worker:
                 self.cancel(task)
                 self.too_old.append(task)
 
-    @contextlib.contextmanager
-    def timed(self, what: str):
-        start = time.perf_counter()
-        yield
-        self.counts[what] += time.perf_counter() - start
-
     async def serve(self) -> None:
         """Step the engine while there is something to step, wait while there is not."""
         self.wake = self.engine.wake
@@ -204,17 +204,17 @@ class Worker:
         threading.Thread(target=self.read_messages, args=(loop,), daemon=True).start()
         self.conn.send(("ready",))
         while not self.stopping:
-            with self.timed("episodes"):
+            with spans("episodes", UNDRAWN):  # instants between engine steps
                 await asyncio.sleep(0)  # let messages in and episodes go on
                 self.report()
             draining = self.spec.rollout.on_update == "drain" and self.engine.turns
             if self.update and not draining:
                 await self.load_update(*self.update)
             elif self.engine.turns:
-                with self.timed("decode"):
-                    self.engine.step()
+                with spans("decode", steps=1) as args:
+                    args["tokens"] = self.engine.step()
             else:
-                with self.timed("idle"):
+                with spans("idle"):
                     await self.sleep()
 
     async def sleep(self) -> None:
@@ -230,11 +230,12 @@ class Worker:
         if version < self.engine.version:
             raise ValueError(f"asked to load version {version}, holds {self.engine.version}")
         self.conn.send(("paused", version))
-        with self.timed("load"):
+        with spans("load"):
             restart = self.spec.rollout.on_update == "restart"
             self.engine.load_weights(bucket_info, restart)
+        with spans("probe"):
             self.conn.send(("loaded", version, self.engine.probe(probe_ids)))
-        with self.timed("commit"):
+        with spans("commit"):
             while self.engine.version != version and not self.stopping:
                 await self.sleep()
                 self.report()
@@ -243,9 +244,10 @@ class Worker:
         """Send what has finished since the last engine step, or a sign of life now and then."""
         now = time.monotonic()
         if self.finished or self.failed or self.too_old or now - self.sent_at > 2.0:
-            self.counts.update(self.engine.take_counts())
+            self.counts += self.engine.take_counts() + spans.seconds
             results = self.finished, self.failed, self.too_old, dict(self.counts)
-            self.conn.send(("results", *results))
+            self.conn.send(("results", *results, spans.take()))
+            spans.seconds.clear()
             self.finished, self.failed, self.too_old, self.counts = [], [], [], Counter()
             self.sent_at = now
 

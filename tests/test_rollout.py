@@ -326,7 +326,7 @@ class Owner:
         self.rollouts._receive(worker)
 
     def results(self, worker, samples=(), failures=(), too_old=()):
-        self.say(worker, "results", list(samples), list(failures), list(too_old), {})
+        self.say(worker, "results", list(samples), list(failures), list(too_old), {}, [])
 
     def told(self, worker):
         """What this worker has been sent since the last look."""
@@ -462,10 +462,10 @@ def test_a_starving_engine_gets_more_tasks_only_while_some_are_waiting():
     owner = Owner(workers=1, slots=8, batch_size=8, group_size=8)
     owner.publish(0, (0.0,))
     assert len(owner.tasks(0)) == 9
-    owner.say(0, "results", [], [], [], {"steps_below_cap": 1})
+    owner.say(0, "results", [], [], [], {"steps_below_cap": 1}, [])
     assert len(owner.tasks(0)) == 2 and owner.rollouts.dispatcher.slots == 11
     owner.rollouts.dispatcher.queue.clear()
-    owner.say(0, "results", [], [], [], {"steps_below_cap": 1})
+    owner.say(0, "results", [], [], [], {"steps_below_cap": 1}, [])
     assert owner.rollouts.dispatcher.slots == 11
     assert owner.rollouts.take_counts()["steps_starved"] == 1
 

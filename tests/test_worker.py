@@ -79,6 +79,7 @@ class FakeEngine:
             if len(turn.ids) == 3 and not self.endless:
                 del self.turns[key]
                 done.set_result(None)
+        return len(self.turns)
 
     def take_counts(self):
         counts, self.counts = self.counts, Counter()

@@ -1,0 +1,157 @@
+"""Figures of runs: reward, and what every process did when."""
+
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.patches import Patch
+
+from report import read_rows
+from timeline import read_trace
+
+WINDOW = 3  # steps of the slowest run that the timelines show
+COLORS = {
+    "wait": "#dddddd", "idle": "#dddddd",
+    "decode": "C0", "turn": "#a6cbe8",
+    "forward": "C2", "backward": "#187a18", "train": "#b8ddb8",
+    "publish": "C3", "load": "C3", "commit": "#f2b3b3", "probe": "#f2b3b3",
+    "env step": "C1", "reward": "C1", "reset": "#ffcf99",
+    "evaluate": "C4", "checkpoint": "C5", "log": "C5",
+}  # fmt: skip
+
+
+def plot_reward(runs: list[Path], target: Path) -> Path:
+    """Training reward (smoothed) and held-out solve rate against steps and against wall time."""
+    figure, (by_step, by_time) = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    for number, run in enumerate(runs):
+        rows = read_rows(run / "metrics.jsonl")
+        steps = [row for row in rows if "step" in row]
+        evals = [row for row in rows if "eval/solve_rate" in row]
+        wall = {0: 0.0} | {row["step"]: row["wall_s"] for row in steps}
+        rewards = np.array([row["reward_mean"] for row in steps])
+        window = max(1, len(rewards) // 20)
+        smooth = [rewards[max(0, i - window) : i + 1].mean() for i in range(len(rewards))]
+        for axis, at in ((by_step, lambda step: step), (by_time, wall.get)):
+            color = f"C{number}"
+            x = [at(row["step"]) for row in steps]
+            axis.plot(x, rewards, color=color, alpha=0.25, linewidth=0.8)
+            axis.plot(x, smooth, color=color, label=f"{run.name}: training")
+            axis.plot(
+                [at(row["version"]) for row in evals],
+                [row["eval/solve_rate"] for row in evals],
+                "o--",
+                color=color,
+                label=f"{run.name}: held out",
+            )
+    by_step.set(xlabel="step", ylabel="reward")
+    by_time.set(xlabel="seconds (evaluation not counted)")
+    by_step.legend(fontsize=8)
+    for axis in (by_step, by_time):
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(target, dpi=120)
+    plt.close(figure)
+    return target
+
+
+def gantt(axis, trace: list[dict], start: float, end: float) -> set[str]:
+    """Draw what the trainer, each engine and its episodes (a thin row each) did between two times,
+    in seconds of the trace's clock. Returns the names of the spans that were drawn."""
+    spans = [e for e in trace if e["ph"] == "X" and e["name"] in COLORS]
+    spans = [e for e in spans if e["ts"] < end * 1e6 and e["ts"] + e["dur"] > start * 1e6]
+    lanes: dict[int, set[int]] = {}  # of each process
+    for event in spans:
+        lanes.setdefault(event["pid"], {1}).add(event["tid"])
+    top, rows, ticks = 0.0, {}, {}
+    for pid in sorted(lanes):  # the trainer, then the workers
+        loop, *episodes = sorted(lanes[pid])
+        rows[pid, loop] = top, 0.9
+        ticks[top + 0.45] = "trainer" if pid == 1 else f"engine {pid - 2}"
+        top += 1.0
+        for number, lane in enumerate(episodes):
+            rows[pid, lane] = top + 2 * number / len(episodes), 2 / len(episodes)
+        if episodes:
+            ticks[top + 1.0] = f"its {len(episodes)} places\nfor episodes"
+            top += 2.1
+    spans.sort(key=lambda e: (e["ts"], -e["dur"]))  # what is nested comes later, on top
+    drawn: dict[tuple, list] = {}  # one call of matplotlib for all that looks the same
+    for event in spans:
+        place = rows[event["pid"], event["tid"]]
+        bar = event["ts"] / 1e6 - start, event["dur"] / 1e6
+        drawn.setdefault((event["name"], place), []).append(bar)
+    for (name, place), bars in drawn.items():
+        axis.broken_barh(bars, place, color=COLORS[name], linewidth=0)
+    axis.set(xlim=(0, end - start), ylim=(max(top, 1.0), -0.1))
+    axis.set_yticks(list(ticks), list(ticks.values()), fontsize=8)
+    return {name for name, _ in drawn}
+
+
+def window(trace: list[dict], steps: int) -> tuple[float, float]:
+    """Begin and end, in seconds, of so many train steps in the middle of a run."""
+    done = [e for e in trace if e["name"] == "step"]
+    first = max(0, (len(done) - steps) // 2)
+    last = done[first : first + steps][-1]
+    return done[first]["ts"] / 1e6, (last["ts"] + last["dur"]) / 1e6
+
+
+def plot_timeline(runs: list[Path], target: Path) -> Path:
+    """What every process of each run did during a few steps, all on one scale of time; below,
+    staleness, idle shares and lengths of the whole runs."""
+    traces = {run: read_trace(run / "trace.json") for run in runs}
+    traces = {
+        run: trace for run, trace in traces.items() if any(e["name"] == "step" for e in trace)
+    }
+    for run in set(runs) - set(traces):
+        print(f"{run}: no step in a trace.json, so no timeline of it", file=sys.stderr)
+    windows = {run: window(trace, WINDOW) for run, trace in traces.items()}
+    longest = max((end - start for start, end in windows.values()), default=0.0)
+    count = len(traces)
+    figure = plt.figure(figsize=(11, 2.4 * count + 3.2), layout="constrained")
+    grid = figure.add_gridspec(count + 1, 3, height_ratios=[2.4] * count + [2.8])
+    names: set[str] = set()
+    for row, (run, trace) in enumerate(traces.items()):
+        axis = figure.add_subplot(grid[row, :])
+        start, _ = windows[run]
+        names |= gantt(axis, trace, start, start + longest)
+        axis.set_title(run.name, fontsize=9, loc="left")
+        axis.set_xlabel("seconds")
+    colors: dict[str, list[str]] = {}
+    for name in COLORS:
+        if name in names:
+            colors.setdefault(COLORS[name], []).append(name)
+    patches = [Patch(color=color, label=", ".join(same)) for color, same in colors.items()]
+    if patches:
+        figure.legend(handles=patches, fontsize=8, ncols=len(patches), loc="outside upper center")
+    stale, idle, length = (figure.add_subplot(grid[count, i]) for i in range(3))
+    for number, run in enumerate(runs):
+        rows = [row for row in read_rows(run / "metrics.jsonl") if "step" in row]
+        _plot_rows(rows, run.name, f"C{number}", number, len(runs), (stale, idle, length))
+    stale.set(xlabel="staleness", ylabel="share of samples")
+    stale.legend(fontsize=8)
+    stale.xaxis.get_major_locator().set_params(integer=True)
+    idle.set(ylabel="idle share", ylim=(0, 1))
+    idle.set_xticks([0, 1], ["trainer", "rollout"])
+    length.set(xlabel="step", ylabel="tokens of a sample: mean, max")
+    figure.savefig(target, dpi=120)
+    plt.close(figure)
+    return target
+
+
+def _plot_rows(rows: list[dict], name: str, color: str, number: int, runs: int, axes) -> None:
+    """One run's staleness, idle shares and lengths, beside those of the others."""
+    stale, idle, length = axes
+    width = 0.8 / runs
+    shift = (number - (runs - 1) / 2) * width
+    ages = np.zeros(1 + max(row["staleness_max"] for row in rows))
+    for row in rows:
+        ages[: len(row["staleness_hist"])] += row["staleness_hist"]
+    stale.bar(np.arange(len(ages)) + shift, ages / ages.sum(), width, color=color, label=name)
+    shares = [np.mean([row[f"{side}_idle"] for row in rows]) for side in ("trainer", "rollout")]
+    idle.bar(np.arange(2) + shift, shares, width, color=color)
+    steps = [row["step"] for row in rows]
+    length.plot(steps, [row["length_mean"] for row in rows], color=color)
+    length.plot(steps, [row["length_max"] for row in rows], color=color, linestyle=":")

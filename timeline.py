@@ -1,0 +1,146 @@
+"""What every process did when: spans of time, and trace.json, which Perfetto can open.
+
+    with spans("forward"):          in any process: one recorder each, like a logger
+        ...
+    TraceFile(path).write([...])    trainer rank 0, once a step: its own spans, and its workers'
+
+Who records: trainer rank 0, and the rollout processes of its node (those of other nodes do the same
+at the same time). On a GPU a span is what the host does: kernels are only launched in it.
+"""
+
+import contextlib
+import json
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Iterator
+from pathlib import Path
+
+# name, lane, start and end (seconds), what is to be known besides
+Span = tuple[str, int, float, float, dict]
+
+MAIN = 0  # the lane of a process's own loop; in a worker, episodes have the lanes from 1 on
+UNDRAWN = -1  # no lane: only the seconds are summed up
+STEP_LIMIT = 20_000  # spans of a process between two writes: the newest are kept
+FILE_LIMIT = 200_000  # events of a file, some 20 MB
+LONGEST_DECODE = 0.25  # seconds
+
+
+class Spans:
+    """Records spans of time. `seconds` has the sums, by name, of those outside of episodes."""
+
+    def __init__(self):
+        self.seconds: Counter[str] = Counter()
+        self._spans: deque[Span] = deque(maxlen=STEP_LIMIT)
+
+    @contextlib.contextmanager
+    def __call__(self, name: str, lane: int = MAIN, **args) -> Iterator[dict]:
+        """Record the time that the block takes, however it ends. Yields the args, to add to."""
+        start = time.perf_counter()  # on Linux one clock for all processes of a machine
+        try:
+            yield args
+        finally:
+            self.add(name, start, time.perf_counter(), lane, args)
+
+    async def around(self, work: Awaitable, name: str, lane: int):
+        """The value of a coroutine; records the time that it takes."""
+        with self(name, lane):
+            return await work
+
+    def add(self, name: str, start: float, end: float, lane: int = MAIN, args=None) -> None:
+        if lane <= MAIN:  # of one thread; environments record in others
+            self.seconds[name] += end - start
+        if lane >= MAIN:
+            self._spans.append((name, lane, start, end, args or {}))
+
+    def take(self) -> list[Span]:
+        """What was recorded since the last call."""
+        return [self._spans.popleft() for _ in range(len(self._spans))]
+
+    def clear(self) -> None:
+        self.take()
+        self.seconds.clear()
+
+
+spans = Spans()  # of this process
+
+
+def join_decode(recorded: list[Span]) -> list[Span]:
+    """Engine steps with nothing else between them as one span, of LONGEST_DECODE at most; their
+    args are added up."""
+    joined: list[Span] = []
+    open_at = None  # where in `joined` the last engine step is, if the loop has done nothing since
+    for name, lane, start, end, args in recorded:
+        if name == "decode" and open_at is not None:
+            _, _, first, _, before = joined[open_at]
+            if end - first <= LONGEST_DECODE:
+                total = {key: before[key] + args[key] for key in before}
+                joined[open_at] = name, lane, first, end, total
+                continue
+        if lane == MAIN:
+            open_at = len(joined) if name == "decode" else None
+        joined.append((name, lane, start, end, args))
+    return joined
+
+
+def read_trace(path: Path) -> list[dict]:
+    """The events of a trace.json, without a last line that was cut off in the middle."""
+    lines = path.read_text().split("\n")[1:-1] if path.exists() else []
+    return [json.loads(line.rstrip(",")) for line in lines]
+
+
+class TraceFile:
+    """Appends events in the Chrome trace format, a line each: an array whose closing bracket is
+    optional, so that the file of a run that was stopped anywhere can be read."""
+
+    def __init__(self, path: Path, resumed_at: int | None = None):
+        """A run that goes on from a checkpoint keeps what was done before the step after it, and
+        its clock goes on where that ended."""
+        kept = [] if resumed_at is None else read_trace(path)
+        later = [e["ts"] for e in kept if e["name"] == "step" and e["args"]["step"] > resumed_at]
+        kept = [e for e in kept if e["ts"] < min(later, default=math.inf)]
+        ended = max((e["ts"] + e.get("dur", 0) for e in kept), default=0)
+        self._origin = time.perf_counter() - ended / 1e6
+        self._named = {(e["pid"], e["tid"]) for e in kept if e["ph"] == "M"}
+        self._count, self._file = 0, path.open("w")
+        self._file.write("[\n")
+        for event in kept:
+            self._event(event)
+        self._file.flush()
+        spans.clear()  # of an earlier run in this process
+
+    def write(self, processes: list[list[Span]]) -> None:
+        """Append the spans of the trainer, and of each of its workers."""
+        for pid, recorded in enumerate(processes, 1):  # 0 is the idle process to Perfetto
+            for name, lane, start, end, args in join_decode(recorded):
+                self._name(pid, lane)
+                place = {"pid": pid, "tid": lane + 1}
+                # Both ends are rounded, not the length: what is nested stays so.
+                ts, until = (round((at - self._origin) * 1e6) for at in (start, end))
+                span = {"name": name, "ph": "X", **place, "ts": ts, "dur": until - ts}
+                self._event(span | {"args": args} if args else span)
+            if len(recorded) == STEP_LIMIT:
+                name = f"of this step only the last {STEP_LIMIT} spans were kept"
+                self._event({"name": name, "ph": "i", **place, "ts": ts})
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _name(self, pid: int, lane: int) -> None:
+        """Say what a process and a lane are called, before their first event."""
+        if (pid, lane + 1) in self._named:
+            return
+        self._named.add((pid, lane + 1))
+        loop, process = ("loop", "trainer") if pid == 1 else ("engine", f"rollout {pid - 2}")
+        names = {"process_name": process, "thread_name": f"episodes {lane:03}" if lane else loop}
+        for what, name in names.items():
+            place = {"pid": pid, "tid": lane + 1, "ts": 0}
+            self._event({"name": what, "ph": "M", **place, "args": {"name": name}})
+
+    def _event(self, event: dict) -> None:
+        if self._count == FILE_LIMIT:
+            event = event | {"name": f"the file is full ({FILE_LIMIT} events)", "ph": "i"}
+        if self._count <= FILE_LIMIT:
+            self._file.write(json.dumps(event, separators=(",", ":")) + ",\n")
+            self._count += 1
