@@ -454,7 +454,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="compare.py [TASK ...] [flags]",
-        epilog=f"Tasks: {', '.join(CASES)}. Other flags go to train.py, for example --batch_size 32 or --env_latency 1,1.",
+        epilog=f"Tasks: {', '.join(CASES)}. Other flags go to train.py, for example --batch_size 32.",
     )
     parser.add_argument("--alphas", default="1,2", help="asynchronous ratios, by comma")
     parser.add_argument("--repeats", type=int, default=5, help="runs an arm")

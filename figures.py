@@ -16,6 +16,7 @@ from timeline import read_trace
 WINDOW = 3  # steps of the slowest run that the timelines show
 COLORS = {
     "wait": "#dddddd", "idle": "#dddddd",
+    "episodes": "C9",
     "decode": "C0", "turn": "#a6cbe8",
     "forward": "C2", "backward": "#187a18", "train": "#b8ddb8",
     "publish": "C3", "load": "C3", "commit": "#f2b3b3", "probe": "#f2b3b3",
@@ -135,7 +136,8 @@ def plot_timeline(runs: list[Path], target: Path) -> Path:
     stale.xaxis.get_major_locator().set_params(integer=True)
     idle.set(ylabel="idle share", ylim=(0, 1))
     idle.set_xticks([0, 1], ["trainer", "rollout"])
-    length.set(xlabel="step", ylabel="tokens of a sample: mean, max")
+    length.set(xlabel="step", ylabel="tokens: mean, max (dotted)")
+    length.xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(target, dpi=120)
     plt.close(figure)
     return target

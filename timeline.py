@@ -20,10 +20,11 @@ from pathlib import Path
 Span = tuple[str, int, float, float, dict]
 
 MAIN = 0  # the lane of a process's own loop; in a worker, episodes have the lanes from 1 on
-UNDRAWN = -1  # no lane: only the seconds are summed up
 STEP_LIMIT = 20_000  # spans of a process between two writes: the newest are kept
 FILE_LIMIT = 200_000  # events of a file, some 20 MB
 LONGEST_DECODE = 0.25  # seconds
+ENCODE = json.JSONEncoder(separators=(",", ":")).encode
+INSTANT = 0.002  # seconds between two engine steps that are not drawn
 
 
 class Spans:
@@ -48,10 +49,9 @@ class Spans:
             return await work
 
     def add(self, name: str, start: float, end: float, lane: int = MAIN, args=None) -> None:
-        if lane <= MAIN:  # of one thread; environments record in others
+        if lane == MAIN:  # of one thread; environments record in others
             self.seconds[name] += end - start
-        if lane >= MAIN:
-            self._spans.append((name, lane, start, end, args or {}))
+        self._spans.append((name, lane, start, end, args or {}))
 
     def take(self) -> list[Span]:
         """What was recorded since the last call."""
@@ -66,20 +66,22 @@ spans = Spans()  # of this process
 
 
 def join_decode(recorded: list[Span]) -> list[Span]:
-    """Engine steps with nothing else between them as one span, of LONGEST_DECODE at most; their
-    args are added up."""
+    """Engine steps with nothing but an instant between them as one span, of LONGEST_DECODE at most;
+    their args are added up."""
     joined: list[Span] = []
-    open_at = None  # where in `joined` the last engine step is, if the loop has done nothing since
-    for name, lane, start, end, args in recorded:
-        if name == "decode" and open_at is not None:
-            _, _, first, _, before = joined[open_at]
-            if end - first <= LONGEST_DECODE:
-                total = {key: before[key] + args[key] for key in before}
-                joined[open_at] = name, lane, first, end, total
-                continue
+    last = None  # where in `joined` the engine step is that the next one may continue
+    for span in recorded:
+        name, lane, start, end, args = span
+        if name == "episodes" and end - start < INSTANT:
+            continue
+        if name == "decode" and last is not None and end - joined[last][2] <= LONGEST_DECODE:
+            before = joined[last][4]
+            total = {key: before[key] + args[key] for key in before}
+            joined[last] = name, lane, joined[last][2], end, total
+            continue
         if lane == MAIN:
-            open_at = len(joined) if name == "decode" else None
-        joined.append((name, lane, start, end, args))
+            last = len(joined) if name == "decode" else None
+        joined.append(span)
     return joined
 
 
@@ -142,5 +144,5 @@ class TraceFile:
         if self._count == FILE_LIMIT:
             event = event | {"name": f"the file is full ({FILE_LIMIT} events)", "ph": "i"}
         if self._count <= FILE_LIMIT:
-            self._file.write(json.dumps(event, separators=(",", ":")) + ",\n")
+            self._file.write(ENCODE(event) + ",\n")
             self._count += 1

@@ -325,8 +325,8 @@ class Run:
     def write_spans(self) -> None:
         """To trace.json: those of trainer rank 0 and its node's workers."""
         mine = spans.take()
-        if self.log:
-            self.log.trace.write([mine, *(self.rollouts.take_spans() if self.rollouts else [])])
+        if self.log and self.rollouts:
+            self.log.trace.write([mine, *self.rollouts.take_spans()])
 
     @spans("evaluate")
     def evaluate(self) -> None:

@@ -32,7 +32,7 @@ from tqdm import tqdm
 from buffer import RolloutTask, Sample
 from envs import EnvConfig, make_task
 from episode import EnvCalls, Episode, Limits, Unwanted, run_episode, run_lockstep
-from timeline import UNDRAWN, spans
+from timeline import spans
 
 if TYPE_CHECKING:
     from rollout import RolloutConfig
@@ -204,7 +204,7 @@ class Worker:
         threading.Thread(target=self.read_messages, args=(loop,), daemon=True).start()
         self.conn.send(("ready",))
         while not self.stopping:
-            with spans("episodes", UNDRAWN):  # instants between engine steps
+            with spans("episodes"):
                 await asyncio.sleep(0)  # let messages in and episodes go on
                 self.report()
             draining = self.spec.rollout.on_update == "drain" and self.engine.turns

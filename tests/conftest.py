@@ -168,3 +168,20 @@ def rows_of(run: train.Run) -> list[dict]:
     """The step rows that a run wrote."""
     lines = (run.log.dir / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if "step" in row]
+
+
+def nested_or_apart(events):
+    """Whether no two spans of a lane overlap in part: what viewers of the format ask for."""
+    lanes = {}
+    for event in events:
+        span = event["ts"], event["ts"] + event["dur"]
+        lanes.setdefault((event["pid"], event["tid"]), []).append(span)
+    for spans in lanes.values():
+        ends = []
+        for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while ends and ends[-1] <= start:
+                ends.pop()
+            if ends and end > ends[-1]:
+                return False
+            ends.append(end)
+    return True

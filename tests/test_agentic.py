@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 from conftest import rows_of
-from test_loop import record_batches, same, slow_down, weights_of
+from test_loop import record_batches, same, slow_down, spans_of, weights_of
 
 from envs import EnvConfig, encode_prompt, encode_reply, make_task
 from rollout import RolloutError
@@ -55,6 +55,9 @@ def test_a_sample_is_the_whole_episode_with_a_version_for_every_sampled_token(wo
     assert spans > 0  # some episodes lived through a weight update
     row = rows_of(run)[-1]
     assert row["turns_mean"] == 3 and row["mismatch_mean"] < 1e-5
+    # An episode has a lane of the timeline to itself, in which turns and steps take turns.
+    at_work = [len(spans_of(run, name, 2)) for name in ("turn", "env step")]
+    assert at_work[0] >= at_work[1] >= 3 * sum(map(len, batches))
 
 
 def test_episodes_are_the_same_in_sync_and_in_async_at_alpha_0(worker, tasks):

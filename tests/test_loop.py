@@ -8,9 +8,11 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-import train
-from conftest import rows_of
+from conftest import nested_or_apart, rows_of
 from safetensors.torch import load_file
+
+import train
+from timeline import read_trace
 
 CLOCK = ("t_", "wall_s")  # keys that differ between identical runs
 
@@ -55,6 +57,19 @@ def slow_down(run, seconds: float) -> None:
     run.trainer.step = slow
 
 
+def spans_of(run, name: str, pid: int) -> list[tuple[int, int]]:
+    """Begin and end (us) of all spans of a name in trace.json; the trainer is process 1, the worker
+    process 2."""
+    events = read_trace(run.log.dir / "trace.json")
+    mine = [e for e in events if e["pid"] == pid and e["name"] == name and e["ph"] == "X"]
+    return [(e["ts"], e["ts"] + e["dur"]) for e in mine]
+
+
+def overlap(some: list[tuple], others: list[tuple]) -> int:
+    """Microseconds in which both go on."""
+    return sum(max(0, min(b, d) - max(a, c)) for a, b in some for c, d in others)
+
+
 def test_async_at_alpha_0_is_sync_bit_for_bit(worker):
     batches = []
     runs = [
@@ -81,6 +96,9 @@ def test_staleness_never_passes_alpha_and_reaches_it_when_training_is_slow(worke
     assert max(stale) <= math.ceil(alpha)
     if alpha in (1, 2):
         assert stale[-1] == alpha and stale[-2] == alpha
+    train, decode = spans_of(run, "train", 1), spans_of(run, "decode", 2)
+    assert len(train) == 8 and decode
+    assert (overlap(train, decode) > 0) == (alpha > 0)  # one clock in both processes
 
 
 def test_every_prompt_is_trained_on_exactly_once_in_admission_order(worker):
@@ -108,6 +126,7 @@ def test_on_policy_ratios_are_1(worker):
     """Trainer and engine compute the same log-probabilities, also at a temperature other than 1."""
     for temperature in ("1.0", "0.7"):
         run = worker.train("--mode", "sync", "--temperature", temperature, steps=3)
+        assert overlap(spans_of(run, "train", 1), spans_of(run, "decode", 2)) == 0
         for row in rows_of(run):
             assert abs(row["ratio_mean"] - 1) < 1e-4 and row["clip_frac"] == 0
 
@@ -197,7 +216,9 @@ def test_a_run_writes_what_the_readme_says(worker):
     run = worker.train("--alpha", "1", steps=2, eval_every=1, eval_prompts=8)
     run.log.summary()
     files = {path.name for path in run.log.dir.iterdir()}
-    assert files == {"config.json", "metrics.jsonl", "samples.jsonl", "reward.png", "checkpoint-2"}
+    assert files == {
+        "config.json", "metrics.jsonl", "samples.jsonl", "trace.json", "reward.png", "checkpoint-2",
+    }  # fmt: skip
     keys = (
         "step version wall_s reward_mean solve_rate loss grad_norm entropy ratio_mean ratio_max "
         "clip_frac mismatch_max mismatch_mean staleness_mean staleness_max tokens samples "
@@ -212,3 +233,26 @@ def test_a_run_writes_what_the_readme_says(worker):
     assert sample["prompt"] and set(sample["versions"]) == {0}
     config = json.loads((run.log.dir / "config.json").read_text())
     assert config["alpha"] == 1 and config["steps"] == 2
+    check_timeline(run)
+
+
+def check_timeline(run) -> None:
+    """What trace.json of a run with evaluations holds; no time of the trainer is missing in it."""
+    events = [e for e in read_trace(run.log.dir / "trace.json") if e["ph"] == "X"]
+    kinds = {pid: {e["name"] for e in events if e["pid"] == pid} for pid in (1, 2)}
+    assert kinds[1] - {"start"} == {
+        "step", "wait", "train", "pack", "forward", "backward", "optimiser", "diagnostics",
+        "publish", "acknowledge", "probe", "pause", "broadcast", "log", "evaluate", "checkpoint",
+    }  # fmt: skip
+    assert {"decode", "load", "probe", "commit", "idle", "turn"} <= kinds[2]
+    turns = [e for e in events if e["name"] == "turn"]
+    trained = [(e["args"]["group"], e["args"]["sample"]) for e in turns if e["args"]["group"] >= 0]
+    assert sorted(trained) == [(g, i) for g in range(8) for i in range(4)]
+    assert nested_or_apart(events)
+    verbs = ("wait", "train", "publish", "log", "evaluate", "checkpoint")
+    mine = sorted(span for name in verbs for span in spans_of(run, name, 1))
+    covered, until = 0, mine[0][0]
+    for start, end in mine:
+        covered += max(0, end - max(start, until))
+        until = max(until, end)
+    assert covered >= 0.95 * (until - mine[0][0])

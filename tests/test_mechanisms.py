@@ -10,8 +10,8 @@ import mechanisms
 import parity
 import train
 from buffer import RolloutTask
-from mechanisms import PAIRS, FourTurns, Hard, HeavyTail, InRounds, StaticSplit, Unreplicated
 from envs import EnvConfig
+from mechanisms import PAIRS, FourTurns, Hard, HeavyTail, InRounds, StaticSplit, Unreplicated
 from parity import Arm
 
 

@@ -7,9 +7,10 @@ import time
 from itertools import pairwise
 
 import pytest
+from conftest import nested_or_apart
 
 import timeline
-from timeline import MAIN, UNDRAWN, Spans, TraceFile, join_decode, read_trace
+from timeline import INSTANT, MAIN, Spans, TraceFile, join_decode, read_trace
 
 
 def engine_step(start, end, tokens=4):
@@ -19,23 +20,6 @@ def engine_step(start, end, tokens=4):
 def drawn(path):
     """The spans of a file, without the events that name processes and lanes."""
     return [event for event in read_trace(path) if event["ph"] == "X"]
-
-
-def nested_or_apart(events):
-    """Whether no two spans of a lane overlap in part: what viewers of the format ask for."""
-    lanes = {}
-    for event in events:
-        span = event["ts"], event["ts"] + event["dur"]
-        lanes.setdefault((event["pid"], event["tid"]), []).append(span)
-    for spans in lanes.values():
-        ends = []
-        for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
-            while ends and ends[-1] <= start:
-                ends.pop()
-            if ends and end > ends[-1]:
-                return False
-            ends.append(end)
-    return True
 
 
 # -- recording -------------------------------------------------------------------------------------
@@ -55,13 +39,12 @@ def test_a_span_has_name_lane_times_and_args_also_when_the_block_raises():
     assert load[:2] == ("load", MAIN) and spans.take() == []
 
 
-def test_seconds_are_those_of_the_loop_and_what_is_not_drawn_is_only_summed_up():
+def test_seconds_are_summed_up_by_name_for_the_loop_alone():
     spans = Spans()
     spans.add("decode", 1.0, 1.5)
     spans.add("decode", 2.0, 2.25)
-    spans.add("episodes", 3.0, 4.0, lane=UNDRAWN)
     spans.add("env step", 0.0, 9.0, lane=1)
-    assert spans.seconds == {"decode": 0.75, "episodes": 1.0}
+    assert spans.seconds == {"decode": 0.75}
     assert [name for name, *_ in spans.take()] == ["decode", "decode", "env step"]
     spans.clear()
     assert not spans.seconds
@@ -113,13 +96,17 @@ def test_what_nobody_takes_is_bounded():
 def test_engine_steps_in_a_row_become_one_span_until_something_else_happens():
     steps = [engine_step(i / 100, (i + 0.9) / 100) for i in range(10)]
     load = "load", MAIN, 0.05, 0.06, {}
-    episode = "turn", 1, 0.0, 0.032, {}  # in another lane: no interruption
-    joined = join_decode([*steps[:3], episode, *steps[3:5], load, *steps[6:]])
-    assert joined == [
+    turn = "turn", 1, 0.0, 0.032, {}  # in another lane: no interruption
+    instant = "episodes", MAIN, 0.039, 0.039 + 0.9 * INSTANT, {}
+    longer = "episodes", MAIN, 0.07 - 1.1 * INSTANT, 0.07, {}
+    between = [*steps[:3], turn, steps[3], instant, steps[4], load, steps[6], longer, *steps[7:]]
+    assert join_decode(between) == [
         ("decode", MAIN, 0.0, 0.049, {"steps": 5, "tokens": 20}),
-        episode,
+        turn,
         load,
-        ("decode", MAIN, 0.06, 0.099, {"steps": 4, "tokens": 16}),
+        engine_step(0.06, 0.069),
+        longer,
+        ("decode", MAIN, 0.07, 0.099, {"steps": 3, "tokens": 12}),
     ]
 
 
