@@ -38,6 +38,7 @@ from tqdm import tqdm
 
 import train
 from envs import Addition, EnvConfig, Row, make_task
+from figures import plot_timeline
 from mechanisms import StaticSplit
 from models import resolve_model
 from rollout import Dispatcher, Rollouts
@@ -203,6 +204,7 @@ class Bench:
         self.args, self.flags, self.runs = args, flags, 0
         self.rollouts: dict[tuple, Rollouts] = {}
         self.models: dict[str, str] = {}
+        self.directories: dict[tuple[str, str], Path] = {}  # of the last run of a case and an arm
 
     def model_of(self, env: str) -> str:
         """All lengths start from one model: its warm-up is the same."""
@@ -214,7 +216,8 @@ class Bench:
     def run(self, case: Case, arm: Arm, seed: int, steps: int, what: Callable, **traits):
         """Train for so many steps; returns what(run) of the finished run."""
         self.runs += 1
-        directory = self.args.out / f"{self.runs:03}-{arm.name.replace(' ', '-')}"
+        name = f"{self.runs:03}-{arm.name.replace(' ', '-')}"
+        directory = self.directories[case.name, arm.name] = self.args.out / name
         settings = {
             "model": self.model_of(case.env),
             "env": case.env,
@@ -402,6 +405,9 @@ def compare(bench: Bench, case: Case, arms: list[Arm], bar: tqdm) -> dict:
     seconds = time_steps(bench, case, arms, bar)
     best, chosen = strongest(seconds), arms[-len(args.alphas) :]
     result = {"seconds": seconds}
+    shown = [bench.directories[case.name, name] for name in (best, chosen[0].name)]
+    target = plot_timeline(shown, args.out / f"timeline-{case.env.rpartition(':')[2]}.png")
+    print(f"what bounds them: {target}", file=sys.stderr)
     for _ in range(args.repeats):
         result.setdefault("alone", []).append(bench.alone(case, chosen[0], 0))
         bar.update()
@@ -454,7 +460,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="compare.py [TASK ...] [flags]",
-        epilog=f"Tasks: {', '.join(CASES)}. Other flags go to train.py, for example --batch_size 32.",
+        epilog=f"Tasks: {', '.join(CASES)}. Other flags go to train.py: --batch_size 32.",
     )
     parser.add_argument("--alphas", default="1,2", help="asynchronous ratios, by comma")
     parser.add_argument("--repeats", type=int, default=5, help="runs an arm")
