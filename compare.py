@@ -19,10 +19,13 @@ the trainer's time for free.
 trainer on batches that are there, each with the publish that belongs to it.
 """
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # see train.py: before torch is imported
+
 import argparse
 import itertools
 import json
-import os
 import platform
 import re
 import sys

@@ -1,0 +1,220 @@
+"""What a step costs as work grows, and what the owner's thread and a publish cost.
+
+    python benchmarks/cost.py scaling               step time against batch, group, length, workers
+    python benchmarks/cost.py owner                 CPU time of the owner's thread, a sample
+    python benchmarks/cost.py publish RUN_DIR...    a publish and its share of the step, of runs
+
+`scaling` trains the model tiny at alpha 1 on sums followed by dots (`compare.LongAnswer`), 16 x 8
+samples of median length 16 and one worker, and varies one of these at a time. `owner` replaces the
+workers by processes that answer at once with samples of 1,000 tokens: the thread then does all that
+it does in a run, receiving included, and nothing else limits it.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # see train.py: before torch is imported
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import argparse
+import json
+import math
+import tempfile
+import time
+
+import numpy as np
+import torch
+import transformers
+from safetensors import safe_open
+from tqdm import tqdm
+
+import compare
+import rollout
+from buffer import BufferConfig, RolloutTask, Sample, SampleBuffer
+from envs import EnvConfig
+from episode import Limits
+from report import read_rows
+from worker import WorkerSpec
+
+TOKENS = 1000  # of a sample of `owner`
+
+# -- step time as work grows ---------------------------------------------------------------------
+
+MEDIANS = {4: "Median4", 8: "Median8", 16: "LongAnswer", 32: "Median32", 64: "Median64"}
+AXES = {
+    "prompts a batch": (8, 16, 32, 64),
+    "samples a group": (4, 8, 16, 32),
+    "median length": tuple(MEDIANS),
+    "workers": (1, 2, 3),
+}
+
+
+def setting(axis: str, value: int) -> tuple[compare.Case, compare.Arm]:
+    """What is trained where `axis` has this value and all else is as at the base."""
+    env = compare.LONG.replace("LongAnswer", MEDIANS[value if axis == "median length" else 16])
+    flags = {
+        "batch_size": value if axis == "prompts a batch" else 16,
+        "group_size": value if axis == "samples a group" else 8,
+    }
+    workers = value if axis == "workers" else 1
+    arm = compare.Arm(f"{workers} workers", "async", 1, workers, 1, 1)
+    return compare.Case(f"{axis} {value}", env, flags), arm
+
+
+def scaling(args) -> None:
+    """Print and draw seconds a step, and microseconds a trained token, along every axis."""
+    found: dict[str, dict[int, list[float]]] = {axis: {} for axis in AXES}
+    with tempfile.TemporaryDirectory() as directory:
+        args.out = Path(directory)
+        bench = compare.Bench(args, [])
+        bar = tqdm(total=args.repeats * sum(map(len, AXES.values())), unit="run")
+        try:
+            for repeat in range(args.repeats):
+                for axis, values in AXES.items():
+                    for value in values:
+                        case, arm = setting(axis, value)
+                        bar.set_postfix_str(case.name)
+                        seconds = bench.step_seconds(case, arm, repeat)
+                        found[axis].setdefault(value, []).append(seconds)
+                        bar.update()
+        finally:
+            bar.close()
+            bench.close()
+    for axis, values in found.items():
+        for value, seconds in values.items():
+            print(
+                f"{axis} {value}: {np.median(seconds):.3f} s a step "
+                f"({min(seconds):.3f}-{max(seconds):.3f})"
+            )
+    draw(found, args.figure)
+
+
+def draw(found: dict[str, dict[int, list[float]]], target: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(found), figsize=(14, 3.4))
+    for axis, (name, values) in zip(axes, found.items(), strict=True):
+        x, medians = list(values), [np.median(seconds) for seconds in values.values()]
+        axis.plot(x, medians, "o-")
+        axis.fill_between(
+            x, [min(s) for s in values.values()], [max(s) for s in values.values()], alpha=0.2
+        )
+        if name != "workers":
+            axis.plot(x, medians[0] * np.array(x) / x[0], ":", color="gray", label="linear")
+            axis.set(xscale="log", yscale="log")
+            axis.legend()
+        axis.set(
+            xlabel=name, ylabel="seconds a step", ylim=(None if name != "workers" else 0, None)
+        )
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(target, dpi=110)
+    print(target)
+
+
+# -- the owner's thread --------------------------------------------------------------------------
+
+
+def answer_at_once(conn, spec: WorkerSpec) -> None:
+    """A rollout process without an engine: every task comes back at once, 128 to a message."""
+    version, ids = -1, np.arange(TOKENS, dtype=np.int32)
+    mask, logprobs = np.ones(TOKENS, bool), np.zeros(TOKENS, np.float32)
+    conn.send(("ready",))
+    while True:
+        kind, *args = conn.recv()
+        if kind == "tasks":
+            versions = np.full(TOKENS, version, np.int32)
+            samples = [
+                Sample(task, ids, mask, logprobs, versions, float(task.sample % 2))
+                for task in args[0]
+            ]
+            for i in range(0, len(samples), 128):
+                conn.send(("results", samples[i : i + 128], [], [], {"tokens": 1}, []))
+        elif kind == "update":
+            conn.send(("paused", args[0]))
+            conn.send(("loaded", args[0], [0.0]))
+        elif kind == "commit":
+            version = args[0]
+        elif kind == "stop":
+            return
+
+
+def owner(args) -> None:
+    """Print CPU seconds of the owner's thread for 1,000 samples, that is its share of a core at
+    1,000 samples a second."""
+    rollout.worker_main = answer_at_once
+    steps, config = args.steps, BufferConfig(batch_size=64, group_size=8, alpha=2)
+    settings = rollout.RolloutConfig(rollout_workers=2, max_num_seqs=256)
+    limits = Limits(TOKENS, 1, TOKENS + 1)
+    spec = WorkerSpec(0, "", settings, EnvConfig(), 0, limits, "float32", False, 0.0)
+    buffer = SampleBuffer(config, steps)
+    rollouts = rollout.Rollouts(spec, buffer, lambda i, s: RolloutTask(i, s, i, 0))
+    rollouts.start([None, None], 1)
+    try:
+        rollouts.publish(0, {}, [], np.zeros(1), lambda: None)
+        clock = time.pthread_getcpuclockid(rollouts._thread.ident)
+        start, begun = time.clock_gettime(clock), time.perf_counter()
+        samples = 0
+        for version in tqdm(range(steps), unit="batch"):
+            samples += len(rollouts.get_batch(60))
+            rollouts.publish(version + 1, {}, [], np.zeros(1), lambda: None)
+        rollouts.wait_committed()
+        spent, seconds = time.clock_gettime(clock) - start, time.perf_counter() - begun
+    finally:
+        rollouts.close()
+    print(
+        f"{samples} samples of {TOKENS} tokens in {seconds:.1f} s ({samples / seconds:.0f} a "
+        f"second): the owner's thread took {spent:.2f} s of CPU, so at 1,000 samples a second "
+        f"{1000 * spent / samples:.1%} of a core"
+    )
+
+
+# -- publish -------------------------------------------------------------------------------------
+
+
+def publish(args) -> None:
+    """Print, of finished runs, what a publish takes on both sides and its share of a step."""
+    for run in args.runs:
+        config = json.loads((run / "config.json").read_text())
+        steps = [row for row in read_rows(run / "metrics.jsonl") if "step" in row][2:]
+        weights = max(run.glob("checkpoint-*/model.safetensors"))
+        with safe_open(weights, "pt") as file:
+            shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+        step = np.median(np.diff([row["wall_s"] for row in steps]))
+        sent, load, probe, commit = (
+            np.median([row.get(key, 0.0) for row in steps])
+            for key in ("t_publish", "t_worker_load", "t_worker_probe", "t_worker_commit")
+        )
+        print(
+            f"{run.name}: {config['mode']}, {sum(map(math.prod, shapes)) / 1e6:.1f} M parameters; "
+            f"trainer {sent:.3f} s, worker: receive and load {load:.3f} s, probe {probe:.3f} s, "
+            f"commit {commit:.3f} s; a step takes {step:.2f} s, of which the publish is "
+            f"{sent / step:.1%} in the trainer, {(load + probe + commit) / step:.1%} in the worker"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("scaling", help="step time as work grows")
+    command.add_argument("--repeats", type=int, default=3)
+    command.add_argument("--steps", type=int, default=6, help="timed steps a run")
+    command.add_argument("--figure", type=Path, default=Path("scaling.png"))
+    command = commands.add_parser("owner", help="CPU time of the owner's thread")
+    command.add_argument("--steps", type=int, default=40, help="batches of 64 x 8 samples")
+    command = commands.add_parser("publish", help="share of the publish in finished runs")
+    command.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
+    args = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    {"scaling": scaling, "owner": owner, "publish": publish}[args.command](args)
+
+
+if __name__ == "__main__":
+    main()
