@@ -10,6 +10,8 @@ from itertools import pairwise
 import pytest
 from conftest import nested_or_apart
 
+import figures
+import report
 import timeline
 from timeline import INSTANT, MAIN, Spans, TraceFile, join_decode, read_trace
 
@@ -220,3 +222,48 @@ def test_a_new_run_in_a_process_does_not_write_spans_of_the_last_one(tmp_path):
     timeline.spans.add("train", 1.0, 2.0)
     TraceFile(tmp_path / "trace.json")
     assert timeline.spans.take() == [] and not timeline.spans.seconds
+
+
+# -- figures ---------------------------------------------------------------------------------------
+
+
+def write_run(directory, trace=True):
+    """The files of a finished run of six steps."""
+    directory.mkdir()
+    row = {
+        "reward_mean": 0.5, "staleness_max": 1, "staleness_hist": [2, 6], "trainer_idle": 0.3,
+        "rollout_idle": 0.1, "length_mean": 3.5, "length_max": 5, "samples": 8,
+        "staleness_mean": 0.75,
+    }  # fmt: skip
+    rows = [row | {"step": step, "version": step - 1, "wall_s": step} for step in range(1, 7)]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if trace:
+        write_steps(TraceFile(directory / "trace.json"), range(1, 7))
+    return directory
+
+
+def test_the_timeline_shows_steps_in_the_middle_and_only_what_lies_in_them(tmp_path):
+    trace = read_trace(write_run(tmp_path / "run") / "trace.json")
+    steps = [e for e in trace if e["name"] == "step"]
+    start, end = figures.window(trace, 2)
+    assert start == steps[2]["ts"] / 1e6 and end == (steps[3]["ts"] + steps[3]["dur"]) / 1e6
+    assert figures.window(trace, 99)[1] == (steps[5]["ts"] + steps[5]["dur"]) / 1e6
+    axis = figures.plt.figure().add_subplot()
+    assert figures.gantt(axis, trace, start, end) == {"publish", "decode", "turn"}
+    assert [text.get_text() for text in axis.get_yticklabels()] == [
+        "trainer", "engine 0", "its 2 places\nfor episodes",
+    ]  # fmt: skip
+    bars = [path for drawn in axis.collections for path in drawn.get_paths()]
+    assert len(bars) == 2 * (1 + 1 + 2)  # in each of two steps: publish, decode, two turns
+    assert figures.gantt(axis, trace, end + 9, end + 10) == set()
+
+
+def test_a_run_without_a_timeline_is_named_and_the_rest_is_drawn(tmp_path, capsys, monkeypatch):
+    runs = [write_run(tmp_path / "new"), write_run(tmp_path / "old", trace=False)]
+    monkeypatch.setattr("sys.argv", ["report.py", "plot", *map(str, runs)])
+    assert report.main() == 0
+    assert f"{runs[1]}: no step in a trace.json" in capsys.readouterr().err
+    assert (runs[0] / "timeline.png").stat().st_size > 10_000
+    assert (runs[0] / "compare.png").exists()
+    figures.plot_timeline(runs[1:], tmp_path / "alone.png")  # nothing but the other panels
+    assert (tmp_path / "alone.png").exists()
