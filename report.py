@@ -1,8 +1,8 @@
-"""What a run writes and shows: metrics, samples, a progress bar, a summary and figures.
+"""What a run writes and shows: metrics, samples, a progress bar and a summary.
 
-    python report.py plot RUN_DIR...      reward.png of finished runs
+    python report.py plot RUN_DIR...      reward.png and timeline.png of finished runs
 
-The files of a run (see README): config.json, metrics.jsonl, samples.jsonl, reward.png.
+The files of a run (see README): config.json, metrics.jsonl, samples.jsonl, trace.json, reward.png.
 """
 
 import argparse
