@@ -48,7 +48,7 @@ from worker import WorkerSpec, worker_main
 class RolloutConfig:
     rollout_workers: int = field(default=1, metadata={"help": "vLLM processes a node"})
     tensor_parallel: int = field(default=1, metadata={"help": "GPUs a rollout process"})
-    max_num_seqs: int = field(default=128, metadata={"help": "sequences a worker decodes at once"})
+    max_num_seqs: int = field(default=256, metadata={"help": "sequences a worker decodes at once"})
     tasks_per_worker: int = field(
         default=0,
         metadata={
