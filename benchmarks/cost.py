@@ -3,11 +3,13 @@
     python benchmarks/cost.py scaling               step time against batch, group, length, workers
     python benchmarks/cost.py owner                 CPU time of the owner's thread, a sample
     python benchmarks/cost.py publish RUN_DIR...    a publish and its share of the step, of runs
+    python benchmarks/cost.py memory                log-probabilities of a large vocabulary
 
 `scaling` trains the model tiny at alpha 1 on sums followed by dots (`compare.LongAnswer`), 16 x 8
 samples of median length 16 and one worker, and varies one of these at a time. `owner` replaces the
 workers by processes that answer at once with samples of 1,000 tokens: the thread then does all that
-it does in a run, receiving included, and nothing else limits it.
+it does in a run, receiving included, and nothing else limits it. `memory` is the largest resident
+size of a process that computes log-probabilities and their gradient, less what it had before.
 """
 
 import os
@@ -20,15 +22,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import argparse
 import json
 import math
+import resource
 import tempfile
 import time
 
 import numpy as np
 import torch
+import torch.multiprocessing as mp
 import transformers
 from safetensors import safe_open
 from tqdm import tqdm
 
+import algos
 import compare
 import rollout
 from buffer import BufferConfig, RolloutTask, Sample, SampleBuffer
@@ -197,6 +202,31 @@ def publish(args) -> None:
         )
 
 
+# -- memory --------------------------------------------------------------------------------------
+
+
+def peak(chunk: int | None, tokens: int, vocabulary: int, width: int, result) -> None:
+    """Send the GiB that value and gradient take at most, chunked or (`chunk` = tokens) not."""
+    hidden = torch.randn(tokens, width, requires_grad=True)
+    head = torch.nn.Linear(width, vocabulary, bias=False)
+    head.weight.grad = torch.zeros_like(head.weight)
+    targets = torch.randint(vocabulary, (tokens,))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    logp, _ = algos.token_logprobs(hidden, head, targets, 1.0, chunk)
+    logp.sum().backward()
+    result.send((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20)
+
+
+def memory(args) -> None:
+    context = mp.get_context("spawn")
+    for name, chunk in (("plain", args.tokens), ("chunked", None)):
+        mine, theirs = context.Pipe()
+        process = context.Process(target=peak, args=(chunk, args.tokens, 150_000, 64, theirs))
+        process.start()
+        print(f"{name}: {mine.recv():.2f} GiB for {args.tokens} tokens, vocabulary 150,000")
+        process.join()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -210,10 +240,12 @@ def main() -> None:
     command.add_argument("--steps", type=int, default=40, help="batches of 64 x 8 samples")
     command = commands.add_parser("publish", help="share of the publish in finished runs")
     command.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
+    command = commands.add_parser("memory", help="peak of a large vocabulary")
+    command.add_argument("--tokens", type=int, default=4096)
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    {"scaling": scaling, "owner": owner, "publish": publish}[args.command](args)
+    {"scaling": scaling, "owner": owner, "publish": publish, "memory": memory}[args.command](args)
 
 
 if __name__ == "__main__":
