@@ -15,6 +15,7 @@ ROLL Flash: asynchronous RL post-training of language models, in a few readable 
   bash launch.sh compare [flags]   sync (strongest and naive) against async on the same budget: tables and a figure
   bash launch.sh mechanisms [...]  what each scheduling mechanism is worth here, against the naive form: a table
   bash launch.sh parity [flags]    async against sync at as many samples: final reward over seeds, table and figure
+  bash launch.sh sim [NAMES]       the paper's experiments on a virtual clock: its numbers beside ours
   bash launch.sh plot RUN_DIR...   figures of finished runs
   bash launch.sh test [args]       the test suite; args go to pytest (-m slow runs the slow tests)
   bash launch.sh train --help      every flag of train.py, with its default
@@ -50,14 +51,14 @@ case ${1-} in
   -h | --help | help) usage; exit ;;
   test) shift; cmd=(-m pytest "$@"); extras=(requirements-dev.txt) ;;
   plot) script=report.py; cmd=(report.py "$@") ;;
-  compare | mechanisms | parity) script=$1.py; cmd=("$script" "${@:2}") ;;
+  compare | mechanisms | parity | sim) script=$1.py; cmd=("$script" "${@:2}") ;;
   train | -* | '' | *.yaml | *.yml | *.json)
     [[ ${1-} != train ]] || shift
     script=train.py; cmd=(train.py "$@")
     # NPROC and TORCHRUN_ARGS: several trainer processes or machines. TORCHRUN_ARGS is split at blanks on purpose.
     [[ -z ${NPROC-}${TORCHRUN_ARGS-} ]] ||
       cmd=(-m torch.distributed.run --nproc_per_node "${NPROC:-1}" ${TORCHRUN_ARGS-} "${cmd[@]}") ;;
-  *) die 2 "no command '$1'; there are: compare, mechanisms, parity, plot, test, train, or flags of train.py (see --help)" ;;
+  *) die 2 "no command '$1'; there are: compare, mechanisms, parity, plot, sim, test, train, or flags of train.py (see --help)" ;;
 esac
 [[ -z ${script-} || -f $script ]] || die 2 "$script is missing from $PWD, so '${1-train}' cannot run"
 case " $* " in *smollm2* | *slow*) extras+=(requirements-smollm2.txt) ;; esac  # 93 MB of weights: only when asked for

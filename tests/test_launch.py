@@ -119,7 +119,7 @@ CPU_STEPS = [
 def test_help_needs_no_setup(checkout):
     p = checkout.run("--help")
     assert p.returncode == 0 and not p.stderr_text
-    for command in ("train", "compare", "mechanisms", "parity", "plot", "test"):
+    for command in ("train", "compare", "mechanisms", "parity", "sim", "plot", "test"):
         assert f"launch.sh {command}" in p.stdout_text
     assert len(p.stdout_text.splitlines()) <= 36, "a screenful"
     assert not (checkout.dir / ".venv").exists()
@@ -132,6 +132,7 @@ def test_help_needs_no_setup(checkout):
         ("compare", "compare.py"),
         ("mechanisms", "mechanisms.py"),
         ("parity", "parity.py"),
+        ("sim", "sim.py"),
     ],
 )
 def test_a_missing_program_is_said_before_any_setup(checkout, command, file):
@@ -155,10 +156,11 @@ def test_unknown_command(checkout):
         (["compare", "rlvr"], "compare.py rlvr"),
         (["mechanisms", "queue"], "mechanisms.py queue"),
         (["parity", "--env", "grid"], "parity.py --env grid"),
+        (["sim", "queue", "--quick"], "sim.py queue --quick"),
     ],
 )
 def test_commands(checkout, args, ran):
-    for name in ("report.py", "compare.py", "mechanisms.py", "parity.py"):
+    for name in ("report.py", "compare.py", "mechanisms.py", "parity.py", "sim.py"):
         (checkout.dir / name).write_text("")
     assert checkout.run(*args).returncode == 0
     assert checkout.calls_file.read_text().splitlines()[-1] == ran
