@@ -30,25 +30,27 @@ from tqdm import tqdm
 import report
 from buffer import BufferConfig
 from compare import StaticSplit, Unreplicated
+from rollout import Dispatcher
 from simulator import Load, Rates, Setting, SimEnv, simulate
 
-# An 8B model on one GPU with 3.35 TB/s and 990 TFLOP/s (bf16), at 0.6 of the one and 0.4 of the
+# An 8B model on one GPU with 3.35 TB/s and 990 TFLOP/s (bf16), at 0.75 of the one and 0.4 of the
 # other: 16.4 GB of weights are read a decode step, 147 kB of KV cache a token; prefill takes
-# 2 * 8.2 GFLOP a token, training 6 (8 and more with recomputed log-probabilities). The KV cache of
-# 64 sequences of 5,500 tokens fills what 80 GB leave. Times of weights and phases are assumed.
+# 2 * 8.2 GFLOP a token, a train step 10 (with the logprobs that it recomputes). Times of weights
+# and of changing phases are assumed; `slots` is fitted with `scaling`.
 GPU = Rates(
-    decode_s=0.0082,
-    decode_kv_s=7.3e-8,
+    decode_s=0.0065,
+    decode_kv_s=5.9e-8,
     prefill=24_000,
-    slots=64,
+    slots=16,
     train=5_000,
     train_s=2,
     publish_s=2,
     load_s=1,
-    switch_s=10,
+    switch_s=20,
 )
-BASE = dict(median=1000, sigma=0.8, longest=32_768)  # light tail
-THINK = dict(median=4000, sigma=1.2, longest=32_768)  # heavy tail: 4 % reach the limit
+BASE = dict(median=1000, sigma=0.5, longest=32_768)  # light tail
+THINK = dict(median=1600, sigma=1.2, longest=32_768)  # heavy tail: the limit is 20 x the median
+MIDDLE = dict(median=1000, sigma=0.8, longest=32_768)  # of the mechanisms' figures
 TRAIN_SHARE = 3 / 8  # of the GPUs in async: near the paper's 16 of 40
 
 
@@ -59,6 +61,7 @@ class Row(NamedTuple):
     ours: float
     paper: float | None = None
     unit: str = "x"
+    point: tuple | None = None  # panel, curve and x in the figure
 
     def line(self) -> str:
         shown = "-" if self.paper is None else f"{self.paper:g} {self.unit}"
@@ -74,7 +77,7 @@ class Scale(NamedTuple):
 
     def steps(self, alpha: float = 0) -> int:
         """Timed steps, and those that fill and empty the pipeline."""
-        return (3 if self.quick else 6) + 2 * round(alpha + 1)
+        return (3 if self.quick else 5) + 2 * round(alpha)
 
 
 def rlvr(scale: Scale, lengths: dict, gpus: int, alpha: float | None, share=TRAIN_SHARE, **more):
@@ -95,8 +98,8 @@ def rlvr(scale: Scale, lengths: dict, gpus: int, alpha: float | None, share=TRAI
 def scaling(scale: Scale) -> Iterator[Row]:
     """End to end on 16 to 128 GPUs, alpha 2, 256 prompts x 16 a step, 3/8 of the GPUs train.
 
-    Fitted to the first two rows: medians and sigmas of both length distributions. The paper's
-    points for 16 to 64 GPUs are not known from a source that can be trusted, so ours stand alone.
+    Fitted to the two ratios at 128 GPUs: medians and sigmas of both lognormal length distributions
+    and 16 places a GPU. Points between are not known from a source to be trusted: ours stand alone.
     """
     per_gpu = {}
     for name, lengths, paper in (("Think", THINK, 2.12), ("Base", BASE, 2.24)):
@@ -105,12 +108,13 @@ def scaling(scale: Scale) -> Iterator[Row]:
             fast, _ = rlvr(scale, lengths, gpus, 2)
             per_gpu[name, gpus] = fast
             known = paper if gpus == 128 else None
-            yield Row(f"{name}, {gpus} GPUs: async against naive sync", naive / fast, known)
+            what = f"{name}, {gpus} GPUs: async against naive sync"
+            yield Row(what, naive / fast, known, point=("GPUs", name, gpus))
             if gpus == 128:
                 queue, _ = rlvr(scale, lengths, gpus, None)
                 yield Row(f"{name}, {gpus} GPUs: async against sync with queue", queue / fast)
                 share = 100 * run.wait / run.seconds
-                yield Row(f"{name}, {gpus} GPUs: sync, share of rollout (paper: > 70)", share, 70, "%")
+                yield Row(f"{name}, {gpus} GPUs: share of rollout in sync", share, 70, "% or more")
         gain = per_gpu[name, 16] / per_gpu[name, 128]
         yield Row(f"{name}: throughput of async, 128 over 16 GPUs", gain, 7.6)
 
@@ -124,7 +128,8 @@ def split(scale: Scale) -> Iterator[Row]:
     for train in (16,) if scale.quick else (8, 12, 16, 20, 24):
         fast, _ = rlvr(scale, THINK, 40, 2, train / 40)
         known = 2.0 if train == 16 else None
-        yield Row(f"{40 - train} rollout + {train} train: against naive sync", naive / fast, known)
+        what = f"{40 - train} rollout + {train} train: async against naive sync"
+        yield Row(what, naive / fast, known, point=("training GPUs of 40", "Think", train))
 
 
 def alpha(scale: Scale) -> Iterator[Row]:
@@ -134,38 +139,42 @@ def alpha(scale: Scale) -> Iterator[Row]:
     time is within 5 % of the best. alpha 0 is split like the others here, and not sync.
     """
     settings = [("Think, 256 x 16", {}, 256, 2.0), ("Think, 32 x 16", {}, 32, 4.0)]
-    settings += [("lengths up to 4,096, 256 x 16", {"longest": 4096, "median": 500}, 256, 1.0)]
+    settings += [("lengths up to 4,096, 256 x 16", {"longest": 4096, "median": 200}, 256, 1.0)]
     for name, lengths, groups, paper in settings[: 1 if scale.quick else None]:
         seconds = {}
         for ratio in (0, 1, 2, 4):
             more = {"groups": groups, "lengths": lengths}
             seconds[ratio], _ = rlvr(scale, THINK, 128, ratio, **more)
             if ratio:
-                yield Row(f"{name}: alpha {ratio} against 0", seconds[0] / seconds[ratio])
+                gain = seconds[0] / seconds[ratio]
+                point = ("alpha", name, ratio)
+                yield Row(f"{name}: alpha {ratio} against 0", gain, point=point)
         enough = min(a for a, s in seconds.items() if s <= 1.05 * min(seconds.values()))
         yield Row(f"{name}: smallest alpha within 5 % of the best", enough, paper, "")
 
 
-FEW = dict(rollout_gpus=4, train_gpus=4, sync=True)  # the mechanisms' figures
-WAITING = replace(GPU, train_s=0, publish_s=0, load_s=0, switch_s=0)  # for a batch is all they time
+FEW = dict(rollout_gpus=4, train_gpus=4)  # the mechanisms' figures
+WAITING = Rates(GPU.decode_s, 0.0, GPU.decode_kv_s, GPU.prefill, 64)  # a batch is all they time
 
 
 def wait_seconds(scale: Scale, load: Load, config: BufferConfig, steps: int, **more) -> float:
     """Mean seconds that a trainer waits for a batch, in sync."""
     steps = max(2, steps // 4) if scale.quick else steps
-    result = simulate(Setting(WAITING, load, config, steps=steps + 3, **FEW | more))
+    setting = FEW | {"rates": WAITING, "steps": steps + 3, "sync": True} | more
+    result = simulate(Setting(load=load, buffer=config, **setting))
     starts = [0.0, *result.batches]  # the last batches have no redundant groups: left out
-    return starts[steps] / steps - (result.seconds - result.wait) / (steps + 3)
+    return starts[steps] / steps
 
 
 def queue(scale: Scale) -> Iterator[Row]:
-    """Queue scheduling, 8 x 8 samples a batch, Base lengths, groups without signal are replaced.
+    """Queue scheduling, 8 x 8 samples a batch, groups without signal are replaced.
 
-    Fitted with `replication`: 4 workers of 64 places. Fitted here: half of the groups have no
-    signal, rewards take N(2, 1) s. What is naive in the paper is not known to us; ours replaces
-    filtered groups round by round, and the paper's may repeat a whole batch.
+    Fitted with `replication`: lengths of median 1,000 and sigma 0.8, 4 workers of 64 places. Here:
+    0.3 of the groups have no signal, rewards take N(2, 1) s. What was naive in the paper is not
+    known to us. Ours replaces filtered groups round by round; the queue alone cannot be twice as
+    fast as that, since both wait for one chain of replacements.
     """
-    load = Load(**BASE, no_signal=0.5, latency="2,1", seed=scale.seed)
+    load = Load(**MIDDLE, no_signal=0.3, latency="2,1", seed=scale.seed)
     config = BufferConfig(8, 8, 0, filter_groups=True, filter_limit=1e9)
     extra = replace(config, consume="ready", redundant_groups=16)
     naive = wait_seconds(scale, load, config, 24, dispatcher=StaticSplit)
@@ -177,21 +186,62 @@ def queue(scale: Scale) -> Iterator[Row]:
 
 
 def replication(scale: Scale) -> Iterator[Row]:
-    """Prompt replication, Base lengths: n requests a prompt against one that holds n places until
-    its slowest ends. 4 workers of 64 places: fitted to all three rows.
+    """Prompt replication: n requests a prompt against one that holds n places until its slowest
+    ends. Lengths and workers as in `queue`, fitted to all rows of both.
 
     In the paper twice the samples take *less* time with replication (89, 81 and 83 s): no fixed
     set of rates does that, so seconds cannot all be met, and the second ratio falls short.
     """
-    load = Load(**BASE, seed=scale.seed)
+    load = Load(**MIDDLE, seed=scale.seed)
     for groups, n, off_s, on_s in ((32, 16, 116, 89), (64, 16, 149, 81), (16, 64, 162, 83)):
         config = BufferConfig(groups, n, 0)
-        more = {"tasks_per_worker": GPU.slots}
+        more = {"tasks_per_worker": WAITING.slots}
         off = wait_seconds(scale, load, config, 8, dispatcher=Unreplicated, **more)
         on = wait_seconds(scale, load, config, 8)
         yield Row(f"{groups} x {n}: off", off, off_s, "s")
         yield Row(f"{groups} x {n}: on", on, on_s, "s")
         yield Row(f"{groups} x {n}: off against on", off / on, off_s / on_s)
+
+
+ENGINE = Rates(decode_s=0.0065, decode_kv_s=5.9e-9, prefill=200_000, slots=512)  # ten GPUs
+PLAY = dict(rollout_gpus=1, train_gpus=1, rates=ENGINE, tasks_per_worker=4096)
+
+
+def envs(scale: Scale) -> Iterator[Row]:
+    """Env-level asynchronous rollout against environments in step: 32 x 8 episodes, steps of
+    N(10, std) s, cut at 0.
+
+    Fitted to the row of N(10, 10): 20 turns of 150 tokens (lognormal, sigma 0.6).
+    """
+    for std in (10,) if scale.quick else (0, 2.5, 5, 10):
+        load = Load(150, 0.6, 2048, turns=20, latency=f"10,{std}", seed=scale.seed)
+        arms = (("in step", StaticSplit, 892), ("async", Dispatcher, 362))
+        seconds = {}
+        for name, dispatcher, paper in arms:
+            more = PLAY | {"dispatcher": dispatcher}
+            seconds[name] = wait_seconds(scale, load, BufferConfig(32, 8, 0), 1, **more)
+            yield Row(f"N(10, {std:g}): {name}", seconds[name], paper if std == 10 else None, "s")
+        gain = seconds["in step"] / seconds["async"]
+        yield Row(f"N(10, {std:g}): in step against async", gain, 2.46 if std == 10 else None)
+
+
+def redundancy(scale: Scale) -> Iterator[Row]:
+    """Redundant environments, groups x size for 32 x 8 episodes, steps of N(10, 5) s.
+
+    Fitted to all rows: 3 turns of 100 tokens, and 3 % of the episodes are 6 times slower.
+    """
+    load = Load(100, 0.6, 2048, turns=3, latency="10,5,0.03,6", seed=scale.seed)
+    papers = {(32, 8): 243, (36, 9): 45, (36, 12): 46}
+    shapes = papers if scale.quick else [(g, n) for g in (32, 34, 36) for n in (8, 9, 12)]
+    seconds = {}
+    for groups, n in shapes:
+        race = {"redundant_groups": groups - 32, "redundant_samples": n - 8}
+        config = BufferConfig(32, 8, 0, "fifo" if (groups, n) == (32, 8) else "ready", **race)
+        seconds[groups, n] = wait_seconds(scale, load, config, 8, **PLAY)
+        yield Row(f"{groups} x {n}", seconds[groups, n], papers.get((groups, n)), "s")
+    for shape in ((36, 9), (36, 12)):
+        gain, paper = seconds[32, 8] / seconds[shape], papers[32, 8] / papers[shape]
+        yield Row(f"32 x 8 against {shape[0]} x {shape[1]}", gain, paper)
 
 
 # -- validation: a finished run against its simulation -------------------------------------------
@@ -203,8 +253,7 @@ class Measured(Load):
     def __init__(self, config: dict, rows: list[dict], lengths: list[int]):
         turn = np.mean([row["length_mean"] / row["turns_mean"] for row in rows])
         single = max(row["turns_mean"] for row in rows) == 1
-        longest = max(row["length_max"] if "length_max" in row else 0 for row in rows)
-        super().__init__(turn, 0, longest or max(lengths), latency=config["env_latency"])
+        super().__init__(turn, 0, max(lengths), latency=config["env_latency"])
         self.max_turns = 1 if single else max(1, round(max(lengths) / turn))
         self._lengths = lengths if single else [max(1, round(turn))]
         self.turns = [1] if single else [max(1, round(length / turn)) for length in lengths]
@@ -234,6 +283,8 @@ def measured(run: Path) -> tuple[Setting, list[dict]]:
 
     None of the rates is a step time: they are seconds of an engine step, of a train step, of a
     publish and of a load. Raises ValueError if the run is too short, or not of one node."""
+    if not (run / "config.json").exists():
+        raise ValueError(f"no config.json in {run}: not a run directory")
     config = json.loads((run / "config.json").read_text())
     rows = report.read_rows(run / "metrics.jsonl")
     evaluated = {row["version"] for row in rows if "eval/solve_rate" in row}
@@ -262,6 +313,8 @@ def measured(run: Path) -> tuple[Setting, list[dict]]:
 
 def validate(runs: list[Path]) -> str:
     """Measured and simulated seconds a step of finished runs."""
+    if not runs:
+        raise ValueError("validate needs at least one RUN_DIR")
     lines = ["| run | s a step | simulated | deviation | wait for a batch | simulated |"]
     lines += ["|---|---|---|---|---|---|"]
     for run in runs:
@@ -283,7 +336,45 @@ EXPERIMENTS: dict[str, Callable[[Scale], Iterator[Row]]] = {
     "alpha": alpha,
     "queue": queue,
     "replication": replication,
+    "envs": envs,
+    "redundancy": redundancy,
 }
+
+
+def draw(points: list[tuple], target: Path) -> None:
+    """Speed-up over each panel's x: `points` of (panel, curve, x, speed-up)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = list(dict.fromkeys(panel for panel, *_ in points))
+    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.5), squeeze=False)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        for curve in dict.fromkeys(c for p, c, *_ in points if p == panel):
+            drawn = sorted((x, y) for p, c, x, y in points if (p, c) == (panel, curve))
+            axis.plot(*zip(*drawn, strict=True), "o-", label=curve)
+        against = "alpha 0, split alike" if panel == "alpha" else "naive sync"
+        axis.set(xlabel=panel, ylabel=f"times as fast as {against}", ylim=(0, None))
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(target, dpi=120)
+    plt.close(figure)
+
+
+def tables(names: list[str], scale: Scale) -> list[tuple]:
+    """Print the table of each experiment as its rows come; returns the points of the figure."""
+    points = []
+    for name in names:
+        print(f"\n## {name}\n\n{inspect.getdoc(EXPERIMENTS[name])}\n")
+        print("| what | paper | ours | deviation |\n|---|---|---|---|", flush=True)
+        for row in tqdm(EXPERIMENTS[name](scale), desc=name, unit="row", leave=False):
+            with tqdm.external_write_mode():
+                print(row.line(), flush=True)
+            if row.point:
+                points.append((*row.point, row.ours))
+    return points
 
 
 def main() -> int:
@@ -293,23 +384,26 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(EXPERIMENTS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="fewer steps and settings")
+    parser.add_argument("--figure", type=Path, help="draw scaling, alpha and split to this file")
     args = parser.parse_args()
-    if args.names[:1] == ["validate"]:
-        try:
-            print(validate([Path(name) for name in args.names[1:]]))
-        except (ValueError, OSError) as error:
-            print(f"sim.py: {error}", file=sys.stderr)
-            return 2
-        return 0
-    unknown = set(args.names) - set(EXPERIMENTS)
-    if unknown:
-        parser.error(f"no experiment {', '.join(sorted(unknown))}; there are {', '.join(EXPERIMENTS)}")
-    scale = Scale(args.quick, args.seed)
-    for name in args.names or EXPERIMENTS:
-        print(f"\n## {name}\n\n{inspect.getdoc(EXPERIMENTS[name])}\n")
-        print("| what | paper | ours | deviation |\n|---|---|---|---|")
-        for row in tqdm(EXPERIMENTS[name](scale), desc=name, unit="row", leave=False):
-            tqdm.write(row.line())
+    names = args.names or list(EXPERIMENTS)
+    try:
+        if names[0] == "validate":
+            print(validate([Path(name) for name in names[1:]]))
+            return 0
+        if unknown := set(names) - set(EXPERIMENTS):
+            known = ", ".join(EXPERIMENTS)
+            parser.error(f"no experiment {', '.join(sorted(unknown))}; there are {known}")
+        points = tables(names, Scale(args.quick, args.seed))
+        if args.figure and points:
+            draw(points, args.figure)
+            print(f"\nfigure: {args.figure}")
+    except (ValueError, OSError) as error:
+        print(f"sim.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("sim.py: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

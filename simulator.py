@@ -311,14 +311,12 @@ class SimWorker(Worker):
 class SimRollouts(Rollouts):
     """The owner, `rollout.Rollouts`: its pipes are calls, and its waits are of virtual time."""
 
-    def __init__(self, spec: WorkerSpec, buffer: SampleBuffer, rates: Rates, load: Load, dispatcher):
+    def __init__(self, spec, buffer: SampleBuffer, rates: Rates, load: Load, dispatcher):
         super().__init__(spec, buffer, self.make_task, dispatcher)
         self.rates, self.news, self.committed = rates, asyncio.Event(), asyncio.Event()
         self.pipes = range(spec.rollout.rollout_workers)
         tokenizer = CountTokenizer()
-        self.workers = [
-            SimWorker(self._pipe(w), spec, rates, load, tokenizer) for w in self.pipes
-        ]
+        self.workers = [SimWorker(self._pipe(w), spec, rates, load, tokenizer) for w in self.pipes]
 
     def make_task(self, index: int, sample: int) -> RolloutTask:
         return RolloutTask(index, sample, prompt=index, seed=64 * index + sample)
