@@ -56,9 +56,22 @@ def sync_bound(samples, workers, mean, longest, train, epochs: float = 1) -> flo
 
 def async_bound(samples, workers, mean, longest, train, beta, alpha, epochs: float = 1) -> float:
     """Proposition 2, asynchronous: the slower of generation on (1 - beta) K workers and training on
-    beta K, max{(N mu + K L / (1 + alpha)) / ((1 - beta) K), E N mu_t / (beta K)} seconds a step."""
+    beta K, max{(N mu + K L / (1 + alpha)) / ((1 - beta) K), E N mu_t / (beta K)} seconds a step.
+
+    It takes both phases as independent, alpha > 0. A batch is first generated and then trained on,
+    within 1 + alpha steps, so one that is trained on as long as it is generated may take a little
+    longer: `pipeline_bound`, which this project's own loop is never above."""
     generation = (samples * mean + workers * longest / (1 + alpha)) / ((1 - beta) * workers)
     return max(generation, epochs * samples * train / (beta * workers))
+
+
+def pipeline_bound(samples, workers, mean, longest, train, beta, alpha, epochs: float = 1) -> float:
+    """Not in the paper: `async_bound`, but at least the time from a batch's admission until it has
+    been trained on, over 1 + alpha, which is how many batches are under way: seconds a step."""
+    training = epochs * samples * train / (beta * workers)
+    passage = makespan_bound(samples, (1 - beta) * workers, mean, longest) + training
+    bound = async_bound(samples, workers, mean, longest, train, beta, alpha, epochs)
+    return max(bound, passage / (1 + alpha))
 
 
 def beta_star(samples, workers, mean, longest, train, alpha, epochs: float = 1) -> float:
