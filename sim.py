@@ -8,7 +8,7 @@
 The scheduler is the program's own (`simulator.py`). What is assumed stands with each experiment and
 is printed with its table: rates follow from data sheets, and the paper does not give lengths, GPU
 counts of its smaller figures or latencies' tails, so those are fitted, once a group of experiments
-and never to one row. `naive` is batch scheduling (`compare.StaticSplit`): a static split over
+and never to one row. `naive` is batch scheduling (`mechanisms.StaticSplit`): a static split over
 workers, environments in step, rewards after everything; `queue` is this project's sync mode.
 
 Paper: ROLL Flash (arXiv 2510.11345); RollArt (arXiv 2512.22560) where it says so.
@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 import report
 from buffer import BufferConfig
-from compare import StaticSplit, Unreplicated
+from mechanisms import StaticSplit, Unreplicated
 from rollout import Dispatcher
 from simulator import Load, Rates, Setting, SimEnv, simulate
 
@@ -299,13 +299,14 @@ def measured(run: Path) -> tuple[Setting, list[dict]]:
     workers = config["rollout_workers"]
     step_s, sequence_s = engine_rates(steps, workers)
     mean = {key: float(np.mean([row[key] for row in steps])) for key in steps[0] if key[:2] == "t_"}
+    loading = sum(mean.get(f"t_worker_{what}", 0.0) for what in ("load", "probe", "commit"))
     rates = Rates(
         decode_s=step_s,
         decode_seq_s=sequence_s,
         slots=config["max_num_seqs"],
         train_s=mean["t_train"],
         publish_s=mean["t_publish"],
-        load_s=max(0.0, mean["t_worker_load"] + mean["t_worker_commit"] - mean["t_publish"]),
+        load_s=max(0.0, loading - mean["t_publish"]),
     )
     names = [field.name for field in fields(BufferConfig)]
     buffer = BufferConfig(**{name: config[name] for name in names if name in config})

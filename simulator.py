@@ -279,7 +279,7 @@ class SimEngine:
 class SimCalls:
     """Environments and rewards: they take the time that was drawn for them, beside decoding."""
 
-    async def __call__(self, call, *args, blocking: bool, wait: float = 0.0):
+    async def __call__(self, call, *args, wait: float = 0.0, **_):
         if wait:
             await asyncio.sleep(wait)
         return call(*args)
@@ -294,6 +294,7 @@ class SimWorker(Worker):
         self.engine, self.calls = SimEngine(rates, self.wake), SimCalls()
         self.episodes, self.counts = {}, Counter()
         self.finished, self.failed, self.too_old = [], [], []
+        self.lanes, self.free_lanes = itertools.count(1), deque()
         self.update = None
 
     async def serve(self) -> None:

@@ -15,8 +15,8 @@ import pytest
 import sim
 import theory
 from buffer import BufferConfig
-from compare import StaticSplit
 from episode import Turn
+from mechanisms import StaticSplit
 from simulator import Load, Rates, Setting, SimEngine, SimEnv, VirtualLoop, simulate
 
 STEPS = Rates(decode_s=1.0, slots=2)  # a token a second, whatever runs beside it
