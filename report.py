@@ -1,6 +1,7 @@
 """What a run writes and shows: metrics, samples, a progress bar and a summary.
 
     python report.py plot RUN_DIR...      reward.png and timeline.png of finished runs
+    python report.py advise RUN_DIR       which split and alpha its times speak for
 
 The files of a run (see README): config.json, metrics.jsonl, samples.jsonl, trace.json, reward.png.
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+import theory
 from timeline import TraceFile, spans
 
 SAMPLES_A_STEP = 2  # written to samples.jsonl
@@ -146,6 +148,9 @@ class Log:
         self.bar.close()
         figure = plot_reward([self.dir], self.dir / "reward.png")
         print(summarize(self.rows))
+        config = json.loads((self.dir / "config.json").read_text())
+        if advice := advise_run(self.rows, config):
+            print(advice.splitlines()[0])
         print(f"files: {self.dir}/ (metrics.jsonl, samples.jsonl, checkpoint), figure: {figure}")
 
 
@@ -233,6 +238,55 @@ def summarize(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def advise_run(rows: list[dict], config: dict) -> str:
+    """What Proposition 2 (`theory.advise`) makes of the times that a run has measured: a line with
+    the split and alpha to use, then what it rests on. Empty for a run of fewer than 10 steps.
+
+    `config["trainers"]` is the number of trainer ranks (1 if it is not there). On a machine without
+    GPUs the workers of the proposition are processes. The longest sample is taken to wait for
+    nothing but decoding."""
+    steps = [row for row in rows if "step" in row][3:]  # the first ones warm up
+    made = sum(row["tokens_made"] for row in steps)
+    if len(steps) < 7 or not made:
+        return ""
+    times = (*TRAINER_TIMES, *(f"worker_{what}" for what in WORKER_TIMES))
+    total = {what: sum(row.get(f"t_{what}", 0.0) for row in steps) for what in times}
+    rollouts, trainers = config["rollout_workers"], config.get("trainers", 1)
+    length = float(np.mean([row["length_mean"] for row in steps]))
+    engine_steps = sum(row["tokens_made"] / max(row["slots_used"], 1.0) for row in steps)
+    decoding = rollouts * (total["worker_decode"] + total["worker_episodes"])
+    busy = decoding + rollouts * sum(total[f"worker_{w}"] for w in ("load", "probe", "commit"))
+    sizes = {
+        "samples": steps[0]["samples"],
+        "workers": rollouts + trainers,
+        "mean": busy / (made / length),  # seconds of a worker a sample: many at a time
+        "longest": max(row["length_max"] for row in steps) * decoding / engine_steps,
+        "train": trainers * (total["train"] + total["publish"]) / len(steps) / steps[0]["samples"],
+    }
+    if not (sizes["longest"] > 0 < sizes["train"]):
+        return ""
+    said = theory.advise(**sizes)
+    how = (
+        f"alpha {said.alpha}, {said.rollout_workers} rollout + {said.trainers} trainer process(es)"
+    )
+    how = how if said.alpha else "sync, all processes in both phases"
+    measured = (total["wait"] + total["train"] + total["publish"]) / len(steps)
+    bounds = ", ".join(
+        f"alpha {alpha} {theory.best_async_bound(**sizes, alpha=alpha):.3f} s"
+        for alpha in theory.ALPHAS[1:]
+    )
+    return "\n".join(
+        [
+            f"advice: {how}: at most {said.seconds:.3f} s a step, sync {said.sync_seconds:.3f} s "
+            f"(measured: {measured:.3f} s at alpha {config['alpha']:g})",
+            f"measured: a sample takes a worker {1e3 * sizes['mean']:.2f} ms to generate and a "
+            f"trainer {1e3 * sizes['train']:.2f} ms, the longest {sizes['longest']:.3f} s",
+            f"bounds at the best split, of whole processes or not: {bounds}; greatest speed-up over "
+            f"sync {theory.max_speedup(**sizes):.2f}",
+        ]
+    )
+
+
 # -- other places that metrics can go to ---------------------------------------------------------
 
 
@@ -260,13 +314,27 @@ def open_wandb(settings: dict, directory: Path):
 OPEN = {"tensorboard": open_tensorboard, "wandb": open_wandb}
 
 
+def print_advice(run: Path) -> int:
+    rows = read_rows(run / "metrics.jsonl")
+    advice = rows and advise_run(rows, json.loads((run / "config.json").read_text()))
+    if not advice:
+        print(f"report.py: no run of at least 10 steps in {run}", file=sys.stderr)
+        return 2
+    print(advice)
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Figures of finished runs.")
     commands = parser.add_subparsers(dest="command", required=True)
     plot = commands.add_parser("plot", help="reward and timeline of one or several runs")
     plot.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     plot.add_argument("--out", type=Path, help="directory of the figures; default: the first run's")
+    advise = commands.add_parser("advise", help="which split and alpha a run's times speak for")
+    advise.add_argument("runs", nargs=1, type=Path, metavar="RUN_DIR")
     args = parser.parse_args()
+    if args.command == "advise":
+        return print_advice(args.runs[0])
     from figures import plot_reward, plot_timeline
 
     for run in args.runs:

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+import report
 import theory
 from theory import advise, async_bound, best_async_bound, beta_star, max_speedup, sync_bound
 
@@ -116,3 +117,40 @@ def test_what_cannot_be_advised_on_is_refused(wrong):
     sizes = dict(samples=64, workers=2, mean=1.0, longest=2.0, train=1.0) | wrong
     with pytest.raises(ValueError, match="worker|above 0"):
         advise(**sizes)
+
+
+# -- from a run's own times ------------------------------------------------------------------------
+
+
+def rows(count=13, **more):
+    """Steps of 64 samples of 10 tokens, the longest of 40: a worker makes 16 at a time."""
+    row = {"samples": 64, "tokens_made": 640, "length_mean": 10.0, "length_max": 40}
+    row |= {"slots_used": 16.0, "t_worker_decode": 0.7, "t_worker_episodes": 0.1, "t_wait": 0.2}
+    row |= {"t_worker_load": 0.16, "t_train": 0.6, "t_publish": 0.04} | more
+    return [row | {"step": step} for step in range(1, count + 1)]
+
+
+def test_a_run_is_advised_by_the_times_that_it_measured():
+    said = report.advise_run(rows(), {"rollout_workers": 1, "alpha": 1.0})
+    # 40 engine steps in 0.8 s; a sample takes a worker 0.96 / 64 s, a trainer 0.64 / 64 s.
+    sizes = dict(samples=64, workers=2, mean=0.015, longest=0.8, train=0.01)
+    best = advise(**sizes)
+    first, second, third = said.splitlines()
+    assert f"alpha {best.alpha}, 1 rollout + 1 trainer" in first
+    assert f"at most {best.seconds:.3f} s a step, sync {sync_bound(**sizes):.3f} s" in first
+    assert "measured: 0.840 s at alpha 1" in first
+    assert "15.00 ms" in second and "10.00 ms, the longest 0.800 s" in second
+    assert f"{max_speedup(**sizes):.2f}" in third
+
+
+def test_a_second_worker_halves_what_each_does_but_not_what_a_sample_costs():
+    config = {"rollout_workers": 2, "alpha": 1.0}
+    half = dict(t_worker_decode=0.35, t_worker_episodes=0.05, t_worker_load=0.08)
+    said = report.advise_run(rows(**half), config)
+    assert "15.00 ms" in said and "longest 0.800 s" in said
+
+
+def test_a_short_run_is_given_no_advice(tmp_path, capsys):
+    assert report.advise_run(rows(9), {"rollout_workers": 1, "alpha": 1.0}) == ""
+    assert report.print_advice(tmp_path) == 2
+    assert "no run of at least 10 steps" in capsys.readouterr().err
