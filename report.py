@@ -240,7 +240,7 @@ def summarize(rows: list[dict]) -> str:
 
 def advise_run(rows: list[dict], config: dict) -> str:
     """What Proposition 2 (`theory.advise`) makes of the times that a run has measured: a line with
-    the split and alpha to use, then what it rests on. Empty for a run of fewer than 10 steps.
+    the split and alpha to use, then what it rests on. Empty without the times of 10 steps.
 
     `config["trainers"]` is the number of trainer ranks (1 if it is not there). On a machine without
     GPUs the workers of the proposition are processes. The longest sample is taken to wait for
@@ -260,17 +260,18 @@ def advise_run(rows: list[dict], config: dict) -> str:
         "samples": steps[0]["samples"],
         "workers": rollouts + trainers,
         "mean": busy / (made / length),  # seconds of a worker a sample: many at a time
-        "longest": max(row["length_max"] for row in steps) * decoding / engine_steps,
+        "longest": max(row.get("length_max", 0) for row in steps) * decoding / engine_steps,
         "train": trainers * (total["train"] + total["publish"]) / len(steps) / steps[0]["samples"],
     }
     if not (sizes["longest"] > 0 < sizes["train"]):
         return ""
     said = theory.advise(**sizes)
-    how = (
-        f"alpha {said.alpha}, {said.rollout_workers} rollout + {said.trainers} trainer process(es)"
-    )
-    how = how if said.alpha else "sync, all processes in both phases"
-    measured = (total["wait"] + total["train"] + total["publish"]) / len(steps)
+    measured = sum(total[what] for what in TRAINER_TIMES) / len(steps)
+    how = f"alpha {said.alpha}, {said.rollout_workers} rollout + {said.trainers} trainer processes"
+    if not said.alpha:
+        how = "sync, all processes in both phases"
+    if measured <= said.seconds:
+        how = f"stay with this setting; what the bounds speak for is {how}"
     bounds = ", ".join(
         f"alpha {alpha} {theory.best_async_bound(**sizes, alpha=alpha):.3f} s"
         for alpha in theory.ALPHAS[1:]
@@ -281,8 +282,8 @@ def advise_run(rows: list[dict], config: dict) -> str:
             f"(measured: {measured:.3f} s at alpha {config['alpha']:g})",
             f"measured: a sample takes a worker {1e3 * sizes['mean']:.2f} ms to generate and a "
             f"trainer {1e3 * sizes['train']:.2f} ms, the longest {sizes['longest']:.3f} s",
-            f"bounds at the best split, of whole processes or not: {bounds}; greatest speed-up over "
-            f"sync {theory.max_speedup(**sizes):.2f}",
+            f"bounds at the best split, of whole processes or not: {bounds}; greatest speed-up "
+            f"over sync {theory.max_speedup(**sizes):.2f}",
         ]
     )
 
@@ -318,7 +319,7 @@ def print_advice(run: Path) -> int:
     rows = read_rows(run / "metrics.jsonl")
     advice = rows and advise_run(rows, json.loads((run / "config.json").read_text()))
     if not advice:
-        print(f"report.py: no run of at least 10 steps in {run}", file=sys.stderr)
+        print(f"report.py: {run} has not the times of 10 steps to advise on", file=sys.stderr)
         return 2
     print(advice)
     return 0

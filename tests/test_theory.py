@@ -131,16 +131,21 @@ def rows(count=13, **more):
 
 
 def test_a_run_is_advised_by_the_times_that_it_measured():
-    said = report.advise_run(rows(), {"rollout_workers": 1, "alpha": 1.0})
+    said = report.advise_run(rows(t_wait=2.0), {"rollout_workers": 1, "alpha": 1.0})
     # 40 engine steps in 0.8 s; a sample takes a worker 0.96 / 64 s, a trainer 0.64 / 64 s.
     sizes = dict(samples=64, workers=2, mean=0.015, longest=0.8, train=0.01)
     best = advise(**sizes)
     first, second, third = said.splitlines()
-    assert f"alpha {best.alpha}, 1 rollout + 1 trainer" in first
+    assert f"alpha {best.alpha}, 1 rollout + 1 trainer processes" in first
     assert f"at most {best.seconds:.3f} s a step, sync {sync_bound(**sizes):.3f} s" in first
-    assert "measured: 0.840 s at alpha 1" in first
+    assert "measured: 2.640 s at alpha 1" in first
     assert "15.00 ms" in second and "10.00 ms, the longest 0.800 s" in second
     assert f"{max_speedup(**sizes):.2f}" in third
+
+
+def test_a_run_that_is_faster_than_the_bounds_is_left_as_it_is():
+    said = report.advise_run(rows(), {"rollout_workers": 1, "alpha": 1.0})
+    assert said.startswith("advice: stay with this setting") and "measured: 0.840 s" in said
 
 
 def test_a_second_worker_halves_what_each_does_but_not_what_a_sample_costs():
@@ -153,4 +158,4 @@ def test_a_second_worker_halves_what_each_does_but_not_what_a_sample_costs():
 def test_a_short_run_is_given_no_advice(tmp_path, capsys):
     assert report.advise_run(rows(9), {"rollout_workers": 1, "alpha": 1.0}) == ""
     assert report.print_advice(tmp_path) == 2
-    assert "no run of at least 10 steps" in capsys.readouterr().err
+    assert "has not the times of 10 steps" in capsys.readouterr().err
