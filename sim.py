@@ -85,7 +85,7 @@ class Scale(NamedTuple):
 
 def rlvr(scale: Scale, lengths: dict, gpus: int, alpha: float | None, share=TRAIN_SHARE, **more):
     """Seconds a step of 256 x 16 samples; `alpha` None: sync, all GPUs do both phases."""
-    load = Load(**lengths | more.pop("lengths", {}), seed=scale.seed)
+    load = Load(**lengths, seed=scale.seed)
     groups = more.pop("groups", 256)
     train = gpus if alpha is None else round(share * gpus)
     rollout = gpus if alpha is None else gpus - train
@@ -147,8 +147,7 @@ def alpha(scale: Scale) -> Iterator[Row]:
     for name, lengths, groups, paper in settings[: 1 if scale.quick else None]:
         seconds = {}
         for ratio in (0, 1, 2, 4):
-            more = {"groups": groups, "lengths": lengths}
-            seconds[ratio], _ = rlvr(scale, THINK, 128, ratio, **more)
+            seconds[ratio], _ = rlvr(scale, THINK | lengths, 128, ratio, groups=groups)
             if ratio:
                 gain = seconds[0] / seconds[ratio]
                 point = ("alpha", name, ratio)
