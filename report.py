@@ -45,13 +45,13 @@ def read_rows(path: Path) -> list[dict]:
 class Log:
     """The files of a run and its progress bar. Rank 0 has one."""
 
-    def __init__(self, config, settings: list, env: str, resumed_at: int | None):
+    def __init__(self, config, settings: list, env: str, trainers: int, resumed_at: int | None):
         name = f"{datetime.now():%Y%m%d-%H%M%S}-{config.mode}-{env.split(':')[0].split('/')[-1]}"
         free = (Path(f"runs/{name}{suffix}") for suffix in ("", *(f"-{i}" for i in range(2, 99))))
         self.dir = Path(config.run_dir or next(path for path in free if not path.exists()))
         self.dir.mkdir(parents=True, exist_ok=True)
         flat = {key: value for part in settings for key, value in asdict(part).items()}
-        flat["run_dir"], flat["resume"] = str(self.dir), ""
+        flat["run_dir"], flat["resume"], flat["trainers"] = str(self.dir), "", trainers
         (self.dir / "config.json").write_text(json.dumps(flat, indent=2) + "\n")
         self.rows: list[dict] = []
         if resumed_at is not None:

@@ -170,13 +170,13 @@ class Dispatcher:
     def assign(self) -> dict[int, list[RolloutTask]]:
         """Hand queued tasks to free slots; returns the new tasks of each worker."""
         given: dict[int, list[RolloutTask]] = {}
-        while self.queue:
-            worker = min(range(len(self.held)), key=lambda w: len(self.held[w]))
-            if len(self.held[worker]) >= self.slots:
-                break
+        taken = [len(held) for held in self.held]
+        while self.queue and min(taken) < self.slots:
+            worker = taken.index(min(taken))
             task = self.queue.popleft()
             if task.group not in self._ended:
                 self.held[worker].add(task)
+                taken[worker] += 1
                 given.setdefault(worker, []).append(task)
         return given
 

@@ -101,8 +101,10 @@ def rlvr(scale: Scale, lengths: dict, gpus: int, alpha: float | None, share=TRAI
 def scaling(scale: Scale) -> Iterator[Row]:
     """End to end on 16 to 128 GPUs, alpha 2, 256 prompts x 16 a step, 5/16 of the GPUs train.
 
-    Fitted to the two ratios at 128 GPUs: medians and sigmas of both lognormal length distributions
-    and 16 places a GPU. Points between are not known from a source to be trusted: ours stand alone.
+    Fitted to the two ratios at 128 GPUs: medians and sigmas of both lognormal length distributions,
+    16 places a GPU, the share that trains and the 20 s that a change of phases takes in sync: more
+    than there are numbers, so these two rows show what is possible. Points between are not known
+    from a source to be trusted: ours stand alone.
     """
     per_gpu = {}
     for name, lengths, paper in (("Think", THINK, 2.12), ("Base", BASE, 2.24)):

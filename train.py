@@ -187,7 +187,7 @@ class Run:
         self.log, self.rollouts = None, None
         if cell.rank == 0:
             settings = [config, trainer, rollout, buffer, env, algo]
-            self.log = report.Log(config, settings, env.env, state.get("version"))
+            self.log = report.Log(config, settings, env.env, cell.world, state.get("version"))
         self.version = state.get("version", 0)
         self.wall = state.get("wall", 0.0)  # seconds, without evaluations
         self.publisher = Publisher(self.trainer)
@@ -481,6 +481,7 @@ def parse(argv: list[str]) -> list:
             fail(f"{path}: {' '.join(str(error).split())}")
         if not isinstance(settings, dict):
             fail(f"{path}: a mapping of flags to values is expected")
+        settings.pop("trainers", None)  # in a run's config.json, and no flag
         return as_flags({k: v for k, v in settings.items() if v not in (None, "")})
 
     parser.error = fail

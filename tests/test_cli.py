@@ -217,6 +217,7 @@ def test_settings_as_a_run_writes_them_read_back_the_same(tmp_path):
 def test_a_resumed_run_has_its_old_settings_and_directory_and_the_new_flags(tmp_path, how):
     (tmp_path / "old").mkdir()
     settings = flat(parse(["--alpha", "3", "--steps", "7", "--run_dir", "moved"]))
+    settings["trainers"] = 2  # what a run notes besides
     (tmp_path / "old/config.json").write_text(json.dumps(settings))
     values = flat(parse([*how.split(), "--steps", "20"]))
     assert (values["alpha"], values["steps"]) == (3, 20)
