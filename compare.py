@@ -1,6 +1,6 @@
 """Asynchronous against synchronous training, on the same cores or GPUs.
 
-    python compare.py                             both tasks: about half an hour on two cores
+    python compare.py                             all tasks: about an hour on two cores
     python compare.py grid --repeats 5 --env_latency 0.3,0.3
     python compare.py rlvr --reward_steps 100     and reward against wall time
     python compare.py --sweep                     at which lengths and latencies it pays
@@ -28,6 +28,7 @@ import itertools
 import json
 import platform
 import re
+import signal
 import sys
 from collections.abc import Callable
 from datetime import date
@@ -95,6 +96,7 @@ class Case(NamedTuple):
 
 LONG = f"{__file__}:LongAnswer"
 CASES = {
+    "addition": Case("addition", "addition"),
     "rlvr": Case("lognormal lengths, median 16, sigma 1.0", LONG),
     "grid": Case("grid game, latency N(0.1, 0.1) s", "grid", {"env_latency": "0.1,0.1"}),
 }
@@ -493,6 +495,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
 
 
 def main() -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     args, flags = parse_args()
     cores = len(os.sched_getaffinity(0))
     arms = arms_of(cores, args.alphas)

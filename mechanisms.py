@@ -18,6 +18,7 @@ Flash, arXiv 2510.11345, figures of its mechanisms); what is to be compared is t
 import argparse
 import json
 import platform
+import signal
 import sys
 import tempfile
 from collections import deque
@@ -333,6 +334,7 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

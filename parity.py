@@ -14,6 +14,7 @@ are whole are not repeated. Seeds come first, so that what is there at any time 
 import argparse
 import json
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from itertools import product
@@ -193,6 +194,7 @@ def draw(args, trials: Trials, rows: list[dict], target: Path) -> Path:
 
 
 def main() -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

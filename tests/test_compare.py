@@ -94,7 +94,7 @@ def test_figures_are_drawn(tmp_path):
 @pytest.mark.parametrize(
     "argv, says",
     [
-        (["chess"], "no task chess; there are rlvr, grid"),
+        (["chess"], "no task chess; there are addition, rlvr, grid"),
         (["--alphas", "1,x"], "--alphas takes numbers"),
         (["--repeats", "0"], "have to be at least 1"),
         (["--out", str(HERE)], "exists already"),
