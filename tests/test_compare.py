@@ -110,14 +110,14 @@ def test_bad_input_is_one_line_and_code_2(argv, says, monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_comparison_on_the_grid_game(tmp_path):
+def test_a_comparison_on_addition(tmp_path):
     out = tmp_path / "out"
-    flags = ["grid", "--alphas", "1", "--repeats", "1", "--steps", "2", "--reward_steps", "4"]
+    flags = ["addition", "--alphas", "1", "--repeats", "1", "--steps", "2", "--reward_steps", "4"]
     command = [sys.executable, "compare.py", *flags, "--reward_seeds", "1", "--out", str(out)]
     shown = subprocess.run(
         [*command, "--batch_size", "4"], cwd=HERE.parent, check=True, text=True, capture_output=True
     ).stdout
-    result = json.loads((out / "results.json").read_text())["grid"]
+    result = json.loads((out / "results.json").read_text())["addition"]
     assert list(result["seconds"])[0] == "naive sync" and "async 1" in result["seconds"]
     assert all(value > 0 for values in result["seconds"].values() for value in values)
     assert len(result["curves"]["async 1"][0]) == 5  # at the start, and after every step
