@@ -167,7 +167,7 @@ def make_job(steps: int, seed: int, threads: int) -> dict:
     rows = []
     for index in range(steps * GROUPS):
         row = task.train[prompt_order(len(task.train), seed, index)]
-        ids = encode_prompt(task, row, tokenizer)
+        ids = encode_prompt(task, task.first_text(row), tokenizer)
         rows.append({"prompt": tokenizer.decode(ids), "ids": ids, "answer": row.answer})
     return {"model": model, "rows": rows, "steps": steps, "seed": seed, "threads": threads}
 
