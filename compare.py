@@ -43,7 +43,7 @@ from tqdm import tqdm
 import train
 from envs import Addition, EnvConfig, Row, make_task
 from figures import plot_timeline
-from mechanisms import StaticSplit
+from mechanisms import StaticSplit, lognormal
 from models import resolve_model
 from rollout import Dispatcher, Rollouts
 from timeline import spans
@@ -54,12 +54,11 @@ WARM, TAIL = 3, 3  # steps before and after those that are timed: the pipeline f
 class LongAnswer(Addition):
     """A sum, and then dots: responses of lognormal lengths, as of a model that thinks for long."""
 
-    median, most = 16, 192
-    max_tokens = most
+    median = 16
+    max_tokens = 192
 
     def length(self, seed: int, turn: int) -> int:
-        drawn = np.random.default_rng(seed).lognormal(np.log(self.median), 1.0)
-        return int(np.clip(drawn, 4, self.most))  # 4: a sum of three digits, and its end
+        return lognormal(seed, self.median, 4, self.max_tokens)  # 4: three digits and an end
 
     def reward(self, row: Row, response: str) -> float:
         return float(re.match(r"\d*", response).group() == row.answer)
@@ -82,8 +81,8 @@ class Median32(LongAnswer):
 
 
 class Median64(LongAnswer):
-    median, most = 64, 768
-    max_tokens = most
+    median = 64
+    max_tokens = 768
 
 
 class Case(NamedTuple):
@@ -94,7 +93,11 @@ class Case(NamedTuple):
     flags: dict = {}
 
 
-LONG = f"{__file__}:LongAnswer"
+LENGTHS = {  # of each median, the name of its env
+    task.median: f"{__file__}:{task.__name__}"
+    for task in (Median4, Median8, LongAnswer, Median32, Median64)
+}
+LONG = LENGTHS[LongAnswer.median]
 CASES = {
     "addition": Case("addition", "addition"),
     "rlvr": Case("lognormal lengths, median 16, sigma 1.0", LONG),
@@ -102,13 +105,7 @@ CASES = {
 }
 SWEEPS = {
     "median length (tokens)": [
-        (
-            m,
-            Case(
-                f"median {m}", LONG.replace("LongAnswer", f"Median{m}" if m != 16 else "LongAnswer")
-            ),
-        )
-        for m in (4, 8, 16, 32, 64)
+        (median, Case(f"median {median}", env)) for median, env in LENGTHS.items()
     ],
     "environment latency N(x, x) (s)": [
         (s, Case(f"latency {s:g}", "grid", {"env_latency": f"{s:g},{s:g}"}))

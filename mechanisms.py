@@ -98,6 +98,12 @@ class Unreplicated(Dispatcher):
 # -- what is generated ---------------------------------------------------------------------------
 
 
+def lognormal(seed: int, median: float, least: int, most: int) -> int:
+    """A length in tokens, of sigma 1.0, that depends on the arguments only."""
+    drawn = np.random.default_rng(seed).lognormal(np.log(median), 1.0)
+    return int(np.clip(drawn, least, most))
+
+
 class HeavyTail(Task):
     """Responses of lognormal lengths: median 16 tokens, sigma 1.0, at most 192."""
 
@@ -109,8 +115,7 @@ class HeavyTail(Task):
     solved = 0.5  # share of samples with reward 1
 
     def length(self, seed: int, turn: int) -> int:
-        drawn = np.random.default_rng(seed).lognormal(np.log(16), 1.0)
-        return int(np.clip(drawn, 1, self.max_tokens))
+        return lognormal(seed, 16, 1, self.max_tokens)
 
     def reward(self, row: Row, response: str) -> float:
         draw = np.random.default_rng([*row.prompt.encode(), *response.encode()]).random()

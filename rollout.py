@@ -170,7 +170,9 @@ class Dispatcher:
     def assign(self) -> dict[int, list[RolloutTask]]:
         """Hand queued tasks to free slots; returns the new tasks of each worker."""
         given: dict[int, list[RolloutTask]] = {}
-        taken = [len(held) for held in self.held] if self.queue else [0]
+        if not self.queue:
+            return given
+        taken = [len(held) for held in self.held]
         while self.queue and min(taken) < self.slots:
             worker = taken.index(min(taken))
             task = self.queue.popleft()

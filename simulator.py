@@ -292,8 +292,8 @@ class SimWorker(Worker):
         self.conn, self.spec, self.env, self.tokenizer = conn, spec, load, tokenizer
         self.wake = asyncio.Event()
         self.engine, self.calls = SimEngine(rates, self.wake), SimCalls()
-        self.episodes, self.counts = {}, Counter()
-        self.finished, self.failed, self.too_old = [], [], []
+        self.episodes = {}
+        self.clear_results()
         self.lanes, self.free_lanes = itertools.count(1), deque()
         self.update = None
 

@@ -76,14 +76,18 @@ class Worker:
         self.tokenizer = AutoTokenizer.from_pretrained(spec.model)
         self.calls = EnvCalls(spec.env, spec.threads)
         self.episodes: dict[RolloutTask, tuple[Episode, asyncio.Task]] = {}
-        self.finished: list[Sample] = []
-        self.failed: list[tuple[RolloutTask, str]] = []
-        self.too_old: list[RolloutTask] = []
-        self.counts: Counter[str] = Counter()  # seconds by kind, tokens, ..., since the last report
+        self.clear_results()
         self.lanes, self.free_lanes = itertools.count(1), deque()  # of episodes, in the timeline
         self.update = None  # a weight update that is waiting for its turn
         self.stopping = False
         self.sent_at = time.monotonic()
+
+    def clear_results(self) -> None:
+        """What there is to report, from now on."""
+        self.finished: list[Sample] = []
+        self.failed: list[tuple[RolloutTask, str]] = []
+        self.too_old: list[RolloutTask] = []
+        self.counts: Counter[str] = Counter()  # seconds by kind, tokens, ..., since the last report
 
     def on_message(self, kind: str, *args) -> None:
         if kind == "tasks":
@@ -121,7 +125,7 @@ class Worker:
             self.calls.timeout = spec.env.env_timeout
         self.spec, self.engine.version = spec, -1
         self.engine.temperature = spec.rollout.temperature
-        self.finished, self.failed, self.too_old, self.counts = [], [], [], Counter()
+        self.clear_results()
         spans.clear()
         self.conn.send(("begun",))
 
@@ -248,7 +252,7 @@ class Worker:
             results = self.finished, self.failed, self.too_old, dict(self.counts)
             self.conn.send(("results", *results, spans.take()))
             spans.seconds.clear()
-            self.finished, self.failed, self.too_old, self.counts = [], [], [], Counter()
+            self.clear_results()
             self.sent_at = now
 
 

@@ -46,18 +46,17 @@ TOKENS = 1000  # of a sample of `owner`
 
 # -- step time as work grows ---------------------------------------------------------------------
 
-MEDIANS = {4: "Median4", 8: "Median8", 16: "LongAnswer", 32: "Median32", 64: "Median64"}
 AXES = {
     "prompts a batch": (8, 16, 32, 64),
     "samples a group": (4, 8, 16, 32),
-    "median length": tuple(MEDIANS),
+    "median length": tuple(compare.LENGTHS),
     "workers": (1, 2, 3),
 }
 
 
 def setting(axis: str, value: int) -> tuple[compare.Case, compare.Arm]:
     """What is trained where `axis` has this value and all else is as at the base."""
-    env = compare.LONG.replace("LongAnswer", MEDIANS[value if axis == "median length" else 16])
+    env = compare.LENGTHS[value] if axis == "median length" else compare.LONG
     flags = {
         "batch_size": value if axis == "prompts a batch" else 16,
         "group_size": value if axis == "samples a group" else 8,
