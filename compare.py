@@ -42,7 +42,7 @@ from tqdm import tqdm
 
 import train
 from envs import Addition, EnvConfig, Row, make_task
-from figures import plot_timeline
+from figures import finish, plot_timeline, plt
 from mechanisms import StaticSplit, lognormal
 from models import resolve_model
 from rollout import Dispatcher, Rollouts
@@ -204,6 +204,7 @@ class Bench:
 
     def __init__(self, args, flags: list[str]):
         self.args, self.flags, self.runs = args, flags, 0
+        self.timed = WARM + args.steps + TAIL  # steps of a run that is timed
         self.rollouts: dict[tuple, Rollouts] = {}
         self.models: dict[str, str] = {}
         self.directories: dict[tuple[str, str], Path] = {}  # of the last run of a case and an arm
@@ -254,14 +255,12 @@ class Bench:
 
     def step_seconds(self, case: Case, arm: Arm, seed: int, **traits) -> float:
         """Mean seconds a step, of those in the middle of a run."""
-        steps = WARM + self.args.steps + TAIL
-        return self.run(case, arm, seed, steps, middle, **traits)
+        return self.run(case, arm, seed, self.timed, middle, **traits)
 
     def alone(self, case: Case, arm: Arm, seed: int) -> tuple[float, float]:
         """Seconds a step of generation alone, and of training alone, publish included."""
         generate = self.step_seconds(case, arm, seed, idle_trainer=True)
-        steps = WARM + self.args.steps + TAIL
-        return generate, self.run(case, arm, seed, steps, Measured.train_alone)
+        return generate, self.run(case, arm, seed, self.timed, Measured.train_alone)
 
     def close(self) -> None:
         for rollouts in self.rollouts.values():
@@ -329,11 +328,6 @@ def reward_table(curves: dict[str, list], best: str) -> str:
 
 def draw(results: dict[str, dict], target: Path) -> Path:
     """A row a task: seconds a step, and reward against wall time where it was measured."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     figure, axes = plt.subplots(len(results), 2, figsize=(11, 3.6 * len(results)), squeeze=False)
     for (bars, lines), (name, result) in zip(axes, results.items(), strict=True):
         seconds = result["seconds"]
@@ -349,21 +343,11 @@ def draw(results: dict[str, dict], target: Path) -> Path:
         lines.set(xlabel="seconds", ylabel="held-out solve rate")
         if result.get("curves"):
             lines.legend()
-        for axis in (bars, lines):
-            axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(target, dpi=110)
-    plt.close(figure)
-    return target
+    return finish(figure, axes.flat, target)
 
 
 def draw_sweep(sweeps: dict[str, dict], target: Path) -> Path:
     """Strongest sync / async over length and over latency."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     figure, axes = plt.subplots(1, len(sweeps), figsize=(5 * len(sweeps), 3.6), squeeze=False)
     for axis, (what, points) in zip(axes[0], sweeps.items(), strict=True):
         values = sorted(points)
@@ -380,11 +364,7 @@ def draw_sweep(sweeps: dict[str, dict], target: Path) -> Path:
         axis.axhline(1, color="gray", linewidth=0.8)
         axis.set(xscale="log", xlabel=what, ylabel="strongest sync / async")
         axis.legend()
-        axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(target, dpi=110)
-    plt.close(figure)
-    return target
+    return finish(figure, axes.flat, target)
 
 
 # -- commands ------------------------------------------------------------------------------------

@@ -25,6 +25,16 @@ COLORS = {
 }  # fmt: skip
 
 
+def finish(figure, axes, target: Path, dpi: int = 110) -> Path:
+    """Put a grid on the axes, write the figure and close it; returns where it is."""
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(target, dpi=dpi)
+    plt.close(figure)
+    return target
+
+
 def plot_reward(runs: list[Path], target: Path) -> Path:
     """Training reward (smoothed) and held-out solve rate against steps and against wall time."""
     figure, (by_step, by_time) = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
@@ -51,12 +61,7 @@ def plot_reward(runs: list[Path], target: Path) -> Path:
     by_step.set(xlabel="step", ylabel="reward")
     by_time.set(xlabel="seconds (evaluation not counted)")
     by_step.legend(fontsize=8)
-    for axis in (by_step, by_time):
-        axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(target, dpi=120)
-    plt.close(figure)
-    return target
+    return finish(figure, (by_step, by_time), target, dpi=120)
 
 
 def gantt(axis, trace: list[dict], start: float, end: float) -> set[str]:
