@@ -147,10 +147,7 @@ def table(rows: list[dict]) -> str:
 
 def draw(args, trials: Trials, rows: list[dict], target: Path) -> Path:
     """Curves of the held-out solve rate (mean over seeds, band: their range), and differences."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from figures import finish, plt  # matplotlib, only here
 
     losses = args.losses.split(",")
     figure, axes = plt.subplots(
@@ -185,12 +182,7 @@ def draw(args, trials: Trials, rows: list[dict], target: Path) -> Path:
     gaps.axhline(0, color="gray", linewidth=0.8)
     gaps.set_xticks(range(len(compared)), names, rotation=45, ha="right", fontsize=8)
     gaps.set(title="difference to sync, 95 %")
-    for axis in axes[0]:
-        axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(target, dpi=110)
-    plt.close(figure)
-    return target
+    return finish(figure, axes[0], target)
 
 
 def main() -> int:

@@ -95,10 +95,7 @@ def scaling(args) -> None:
 
 
 def draw(found: dict[str, dict[int, list[float]]], target: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from figures import finish, plt  # matplotlib, only here
 
     figure, axes = plt.subplots(1, len(found), figsize=(14, 3.4))
     for axis, (name, values) in zip(axes, found.items(), strict=True):
@@ -114,10 +111,7 @@ def draw(found: dict[str, dict[int, list[float]]], target: Path) -> None:
         axis.set(
             xlabel=name, ylabel="seconds a step", ylim=(None if name != "workers" else 0, None)
         )
-        axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(target, dpi=110)
-    print(target)
+    print(finish(figure, axes, target))
 
 
 # -- the owner's thread --------------------------------------------------------------------------
