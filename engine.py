@@ -18,6 +18,7 @@ import torch
 from vllm import EngineArgs, SamplingParams
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.inputs.engine import tokens_input
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -153,6 +154,7 @@ class Engine:
             }
         args = EngineArgs(
             model=spec.model,
+            skip_tokenizer_init=True,  # ids in, ids out: the stop ids of a turn include EOS
             dtype=spec.dtype,
             seed=spec.seed,
             max_model_len=spec.limits.max_model_len,
@@ -189,7 +191,6 @@ class Engine:
             max_tokens=turn.max_tokens,
             seed=turn.seed,
             stop_token_ids=turn.stop_ids,
-            ignore_eos=turn.ignore_eos,
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
@@ -206,8 +207,7 @@ class Engine:
 
     def _submit(self, running: Running) -> None:
         running.request = str(next(self._ids))
-        prompt = {"prompt_token_ids": running.turn.prompt}
-        self.llm.add_request(running.request, prompt, running.params)
+        self.llm.add_request(running.request, tokens_input(running.turn.prompt), running.params)
         self.turns[running.request] = running
         self.wake.set()
 
@@ -260,7 +260,7 @@ class Engine:
     def probe(self, ids: list[int]) -> list[float]:
         """Log-probabilities (raw, T = 1) of ids[1:] under the weights just loaded."""
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        self.llm.add_request("probe", {"prompt_token_ids": ids}, params)
+        self.llm.add_request("probe", tokens_input(ids), params)
         while True:
             for output in self.llm.step():
                 if output.finished:

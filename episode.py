@@ -39,8 +39,7 @@ class Turn:
     prompt: list[int]
     max_tokens: int
     seed: int
-    stop_ids: list[int]
-    ignore_eos: bool = False
+    stop_ids: list[int]  # any of them ends it
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -137,7 +136,8 @@ def reply_ids(task: Task, text: str, tokenizer, last: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def stop_ids(task: Task, tokenizer) -> list[int]:
-    return [] if task.stop is None else tokenizer.encode(task.stop, add_special_tokens=False)
+    stop = [] if task.stop is None else tokenizer.encode(task.stop, add_special_tokens=False)
+    return [*stop] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id, *stop]
 
 
 class Episode:
@@ -194,7 +194,7 @@ class Episode:
         room = self.limits.max_model_len - len(self.ids)
         length = self.games.length(self.task.seed, number)
         most = min(length or self.limits.max_tokens, room)
-        turn = Turn(self.ids.copy(), most, seed, self.stop_ids, ignore_eos=length is not None)
+        turn = Turn(self.ids.copy(), most, seed, self.stop_ids if length is None else [])
         self.turns.append(turn)
         with spans("turn", self.lane, group=self.task.group, sample=self.task.sample):
             await self.engine.generate(turn)

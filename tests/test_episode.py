@@ -95,7 +95,7 @@ def test_a_sample_is_the_prompt_and_the_ids_as_they_were_sampled(blocking):
     prompt = ids_of("cde")
     (turn,) = engine.asked
     assert (turn.prompt, turn.max_tokens, turn.seed) == (prompt, 9, 7)
-    assert turn.stop_ids == ids_of("\n")
+    assert turn.stop_ids == [EOS, *ids_of("\n")]
     assert sample.task == task(prompt=1, seed=7)
     assert sample.ids.tolist() == [*prompt, 70, 71, EOS]
     assert sample.mask.tolist() == [False] * 3 + [True] * 3
