@@ -349,10 +349,7 @@ EXPERIMENTS: dict[str, Callable[[Scale], Iterator[Row]]] = {
 
 def draw(points: list[tuple], target: Path) -> None:
     """Speed-up over each panel's x: `points` of (panel, curve, x, speed-up)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from figures import finish, plt
 
     panels = list(dict.fromkeys(panel for panel, *_ in points))
     figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.5), squeeze=False)
@@ -362,11 +359,8 @@ def draw(points: list[tuple], target: Path) -> None:
             axis.plot(*zip(*drawn, strict=True), "o-", label=curve)
         against = "alpha 0, split alike" if panel == "alpha" else "naive sync"
         axis.set(xlabel=panel, ylabel=f"times as fast as {against}", ylim=(0, None))
-        axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(target, dpi=120)
-    plt.close(figure)
+    finish(figure, axes[0], target, dpi=120)
 
 
 def tables(names: list[str], scale: Scale) -> list[tuple]:

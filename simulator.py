@@ -101,7 +101,7 @@ class SimEnv:
 class CountTokenizer:
     """Texts are numbers of tokens here: `64` is one entry that stands for 64 tokens."""
 
-    chat_template = None
+    chat_template = eos_token_id = None
 
     def __call__(self, text: str, **_) -> dict:
         return {"input_ids": [int(text)]}
@@ -446,5 +446,10 @@ async def _run(setting: Setting) -> Result:
 def simulate(setting: Setting) -> Result:
     """Run it on a clock of its own. The same setting gives the same result."""
     gc.freeze()  # torch's modules stay: the collector need not walk them again and again
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(_run(setting))
+    often = gc.get_threshold()
+    gc.set_threshold(50_000, 20, 20)  # what an episode leaves is small, and rarely a cycle
+    try:
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            return runner.run(_run(setting))
+    finally:
+        gc.set_threshold(*often)
