@@ -11,7 +11,7 @@ they belong to. Padding never appears, so no mask can be wrong.
     sample     [T]  which sample that is
     weight     [T]  what the token counts for (`token_weights`); token-mean sums to 1 over a batch
 
-A policy loss returns its value for every token, and which tokens its bound acts on. sg(x) is x
+A policy loss returns its value for every token, and which tokens a bound of its acts on. sg(x) is x
 without gradient; r = pi / pi_b is the importance ratio. Ratios are taken against the *behaviour*
 policy. Against a policy that the trainer recomputes at the start of the step they would be 1 with
 one update a batch, and every clip and correction would do nothing.
@@ -54,7 +54,8 @@ class AlgoConfig:
     dual_clip: float = field(
         default=0.0,
         metadata={
-            "help": "ppo, decoupled_ppo: loss of a bad token at most this times |A|; 0: no bound"
+            "help": "ppo, decoupled_ppo: the clipped loss of a bad token is at most this times "
+            "|A|; 0: no bound"
         },
     )
     behaviour_cap: float = field(
@@ -129,6 +130,32 @@ class AlgoConfig:
                 raise ValueError(f"--{name} must be 0 or more (got {getattr(self, name)})")
 
 
+USED_BY = {  # flags that only some losses have
+    ("clip_low", "clip_high", "dual_clip"): ("ppo", "decoupled_ppo"),
+    ("behaviour_cap",): ("decoupled_ppo",),
+    ("tis_low", "tis_high"): ("tis",),
+    ("topr_positive", "topr_negative"): ("wtopr",),
+    ("cispo_low", "cispo_high"): ("cispo",),
+    ("gspo_low", "gspo_high"): ("gspo",),
+    ("kimi_tau",): ("kimi",),
+}
+
+
+def notes(config: AlgoConfig) -> list[str]:
+    """What is allowed, and probably not meant: flags that do nothing, a ratio that counts twice."""
+    plain, said = AlgoConfig(loss=config.loss), []
+    for names, losses in USED_BY.items():
+        for name in names:
+            if getattr(config, name) != getattr(plain, name) and config.loss not in losses:
+                said.append(f"--{name} does nothing with --loss {config.loss}")
+    if config.correction.endswith("truncate") and config.loss not in ("pg", "kimi"):
+        said.append(
+            f"--correction {config.correction} and --loss {config.loss} both weigh by the age of a "
+            "token: together they correct twice"
+        )
+    return said
+
+
 class Tokens(NamedTuple):
     """What a loss is computed from, each [T]: see the top of this file."""
 
@@ -143,6 +170,12 @@ class Tokens(NamedTuple):
 def ratio(logp: Tensor, anchor: Tensor) -> Tensor:
     """exp(logp - anchor): in log space, and bounded so that nothing becomes infinite."""
     return (logp - anchor).clamp(-20, 20).exp()
+
+
+def outside(r: Tensor, low: float, high: float) -> Tensor:
+    """Which ratios two bounds cut, as 0 and 1. The rounding of two kernels, some 1e-6, is not
+    counted: with a bound at 1 it would be half of all fresh tokens."""
+    return ((r < low - 1e-4) | (r > high + 1e-4)).float()
 
 
 def sequence_mean(values: Tensor, sample: Tensor) -> Tensor:
@@ -241,11 +274,12 @@ def decoupled_ppo_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
 
     Decoupled PPO (arXiv 2110.00641), as used in AReaL (arXiv 2505.24298): the clip is around where
     this update begins, however old the samples are; the first factor corrects for their age.
-    Departure: that factor is truncated at `behaviour_cap`. It has no bound below.
+    Departures: that factor is truncated at `behaviour_cap` (it has no bound below); pi_prox is the
+    policy at the beginning of the batch, as in AReaL, where Hilton et al. average older ones.
     """
-    weight = ratio(t.proximal, t.behaviour).clamp(max=config.behaviour_cap).detach()
+    rho, cap = ratio(t.proximal, t.behaviour).detach(), config.behaviour_cap
     loss, acts = clipped_surrogate(ratio(t.logp, t.proximal), t.advantage, config)
-    return weight * loss, acts
+    return rho.clamp(max=cap) * loss, torch.maximum(acts, outside(rho, 0.0, cap))
 
 
 def tis_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
@@ -253,7 +287,7 @@ def tis_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
     to 0..1. The name is used elsewhere for weights between trainer and engine alone."""
     r = ratio(t.logp, t.behaviour).detach()
     weight = r.clamp(config.tis_low, config.tis_high)
-    return -weight * t.advantage * t.logp, (weight != r).float()
+    return -weight * t.advantage * t.logp, outside(r, config.tis_low, config.tis_high)
 
 
 def cispo_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
@@ -262,10 +296,11 @@ def cispo_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
     CISPO, MiniMax-M1 (arXiv 2506.13585): the weight is clipped, not the gradient, so that no
     token is left out. As in the paper there is no lower bound, unless `cispo_low` is below 1 (ROLL
     has 0.1: then bad tokens are pushed down at nearly full weight also when they are long gone).
+    Departure: r is against the behaviour policy.
     """
     r = ratio(t.logp, t.behaviour).detach()
-    weight = r.clamp(1 - config.cispo_low, 1 + config.cispo_high)
-    return -weight * t.advantage * t.logp, (weight != r).float()
+    low, high = 1 - config.cispo_low, 1 + config.cispo_high
+    return -r.clamp(low, high) * t.advantage * t.logp, outside(r, low, high)
 
 
 def topr_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
@@ -288,15 +323,15 @@ def tapered(t: Tokens, positive: float, negative: float) -> tuple[Tensor, Tensor
     r = ratio(t.logp, t.behaviour).detach()
     right = t.reward > 0  # the reward itself, not the advantage
     weight = torch.where(right, positive, negative * r.clamp(max=1.0))
-    return -weight * t.advantage * t.logp, (~right & (r > 1)).float()
+    return -weight * t.advantage * t.logp, ~right * outside(r, 0.0, 1.0)
 
 
 def gspo_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
     """-min(s A, clip(s, 1 - low, 1 + high) A), s = exp(mean over the sequence of log r).
 
     GSPO (arXiv 2507.18071), eq. 5: one ratio a sequence, the geometric mean of its tokens'.
-    Departure: every token carries its sequence's value, so that --aggregation decides how sequences
-    of different lengths count (sequence_mean is the paper's).
+    Departures: every token carries its sequence's value, so that --aggregation decides how those
+    of different lengths count (sequence_mean is the paper's); r is against the behaviour policy.
     """
     log_r = (t.logp - t.behaviour).clamp(-20, 20)
     s = sequence_mean(log_r, t.sample).exp()
@@ -309,7 +344,8 @@ def kimi_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
     """-A log pi + tau / 2 (log pi - log pi_b)^2.
 
     Kimi k1.5 (arXiv 2501.12599), §2.3.2: the square holds the policy near the one that sampled.
-    Departure: per token, as in ROLL; the paper squares the sequence's log-ratio.
+    Departures: per token, as in ROLL, where the paper squares the sequence's log-ratio; A is what
+    --advantage says, where the paper has R - mean (dr_grpo).
     """
     log_r = t.logp - t.behaviour
     loss = -t.advantage * t.logp + config.kimi_tau / 2 * log_r.square()
@@ -330,8 +366,12 @@ LOSSES: dict[str, Callable[[Tokens, AlgoConfig], tuple[Tensor, Tensor]]] = {
 
 
 def kl_penalty(logp: Tensor, reference: Tensor) -> Tensor:
-    """Unbiased, always positive estimate of KL(pi || reference), per token: e^d - d - 1 with
-    d = log reference - log pi ("k3", Schulman 2020, "Approximating KL divergence")."""
+    """Estimate of KL(pi || reference) that is never negative, per token: e^d - d - 1 with
+    d = log reference - log pi ("k3", Schulman 2020, "Approximating KL divergence").
+
+    As a value it is unbiased for tokens that pi itself has sampled. As a loss, and so used in GRPO,
+    its gradient is another one: that of KL(reference || pi), again for tokens of pi.
+    """
     d = (reference - logp).clamp(-10, 10)
     return d.expm1() - d  # e^d - 1 without the rounding that would make small ones negative
 
@@ -394,8 +434,8 @@ def token_weights(
     sample: Tensor, lengths: Tensor, tokens: float, samples: float, config: AlgoConfig
 ) -> Tensor:
     """What each token's loss counts for, [T]. `lengths` [S] has the trained tokens of each sample;
-    `tokens` and `samples` are counted over the whole batch, on all ranks, under the same mask: so
-    the loss is the same however the batch is cut into micro-batches or spread over ranks."""
+    `tokens` and `samples` are counted over the whole minibatch, on all ranks, under the same mask:
+    so the loss is the same however it is cut into micro-batches or spread over ranks."""
     weigh = AGGREGATIONS[config.aggregation]
     return weigh(lengths.float(), tokens, samples, config.constant_length)[sample]
 

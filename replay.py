@@ -23,13 +23,23 @@ def dump(directory: Path, step: int, batch: list[Sample]) -> None:
     batch_path(directory, step).write_bytes(pickle.dumps(batch))
 
 
-def check(directory: str, steps: int) -> None:
-    """Raise ValueError unless there is a batch for every step."""
+def read(directory: Path, step: int) -> list[Sample]:
+    return pickle.loads(batch_path(directory, step).read_bytes())
+
+
+def check(directory: str, steps: int, group_size: int) -> None:
+    """Raise ValueError unless there is a batch for every step, of groups of that size."""
     missing = [n for n in range(1, steps + 1) if not batch_path(Path(directory), n).exists()]
     if missing:
         raise ValueError(
             f"--replay_batches {directory}: no {batch_path(Path(directory), missing[0])} "
             f"(--steps {steps}; a run with --dump_batches True writes them)"
+        )
+    groups = Counter(sample.task.group for sample in read(Path(directory), 1))
+    if set(groups.values()) != {group_size}:
+        raise ValueError(
+            f"--replay_batches {directory}: groups of {max(groups.values())} samples, and "
+            f"--group_size {group_size}"
         )
 
 
@@ -43,7 +53,7 @@ class Replay:
         self.mismatches = defaultdict(lambda: (0.0, 0.0))
 
     def get_batch(self, timeout: float) -> list[Sample]:
-        return pickle.loads(batch_path(self.directory, self.version + 1).read_bytes())
+        return read(self.directory, self.version + 1)
 
     def publish(self, version: int, *_) -> None:
         self.version = version

@@ -35,7 +35,7 @@ from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
 
 import replay
 import report
-from algos import AlgoConfig
+from algos import AlgoConfig, notes
 from buffer import BufferConfig, RolloutTask, Sample, SampleBuffer, derive_seed
 from envs import EnvConfig, encode_prompt, make_task, prompt_order
 from episode import Limits
@@ -178,6 +178,9 @@ class Run:
         torch.set_num_threads(threads)
         turns = rollout.max_turns or self.task.max_turns
         algo.constant_length = algo.constant_length or self.max_tokens * turns
+        if cell.rank == 0:
+            for note in notes(algo):
+                print(f"note: {note}", file=sys.stderr)
         self.trainer = Trainer(
             cell, trainer, algo, resumed_from or base, base, buffer.group_size,
             rollout.temperature, self.dtype,
@@ -389,11 +392,13 @@ def check(config: RunConfig, buffer: BufferConfig, algo: AlgoConfig) -> None:
         raise ValueError(
             f"--advantage {algo.advantage} compares samples of a group: --group_size 2 or more"
         )
+    if buffer.group_size == buffer.batch_size == 1:
+        raise ValueError("one sample a batch cannot be compared with any other")
     if not config.model:
         config.model = "Qwen/Qwen2.5-0.5B-Instruct" if torch.cuda.is_available() else "tiny"
     report.check_destinations(config.report_to)
     if config.replay_batches:
-        replay.check(config.replay_batches, config.steps)
+        replay.check(config.replay_batches, config.steps, buffer.group_size)
         config.eval_every = 0  # nobody is there to answer
     path = Path(config.run_dir)
     if any(part.is_file() for part in (path, *path.parents)):

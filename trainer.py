@@ -174,7 +174,7 @@ class Piece:
     counts: bool
     proximal: Tensor | None = None  # [T] log-probability
     factor: Tensor | None = None  # [T] of the correction
-    keep: Tensor | None = None  # bool [T]
+    keep: Tensor | None = None  # bool [T], what it does not leave out
 
 
 class Trainer:
@@ -245,7 +245,8 @@ class Trainer:
         if how == "mask":
             samples = [replace(s, mask=s.mask & (not s.truncated)) for s in samples]
         penalty = self.algo.truncated_penalty * (how == "penalise")
-        rewards = torch.tensor([s.reward - penalty * s.truncated for s in samples])  # [S]
+        rewards = [s.reward - penalty * s.truncated for s in samples]
+        rewards = torch.tensor(rewards, dtype=torch.float64)  # [S]
         # Some advantages are normalised over the whole batch, which is spread over nodes.
         everyone = cell.gather_cells(rewards) if cell.nodes > 1 else [rewards]
         before = sum(map(len, everyone[: cell.node]))
@@ -307,39 +308,46 @@ class Trainer:
         packed, algo = piece.packed, self.algo
         with spans("forward"):
             logp, entropy = self.policy(packed, self.temperature, bool(algo.entropy_coef))  # [T]
+        # What a correction leaves out is gone before a loss sees it: some average over a sample.
+        keep = torch.ones_like(logp, dtype=torch.bool) if piece.keep is None else piece.keep
         proximal = logp.detach() if piece.proximal is None else piece.proximal
-        tokens = algos.Tokens(
-            logp,
-            packed.behaviour,
-            proximal,
-            advantages[packed.sample],
-            rewards[packed.sample],
-            packed.sample,
-        )
-        loss, acts = algos.LOSSES[algo.loss](tokens, algo)
-        weight = piece.counts * algos.token_weights(packed.sample, *sizes, algo).to(loss)
-        masked = torch.zeros_like(loss)
+        of_sample = advantages[packed.sample], rewards[packed.sample], packed.sample
+        tokens = (logp, packed.behaviour, proximal, *of_sample)  # [T] each
+        tokens = algos.Tokens(*(value[keep] for value in tokens))  # [K] each
+        loss, cut = algos.LOSSES[algo.loss](tokens, algo)
+        weight = piece.counts * algos.token_weights(tokens.sample, *sizes, algo).to(loss)
         if piece.factor is not None:
-            loss, weight, masked = loss * piece.factor, weight * piece.keep, (~piece.keep).float()
+            loss = loss * piece.factor[keep]
         if self.reference is not None:
             with spans("forward"), torch.no_grad():
                 reference, _ = self.reference(packed, self.temperature)
-            loss = loss + algo.kl_coef * algos.kl_penalty(logp, reference)
+            loss = loss + algo.kl_coef * algos.kl_penalty(tokens.logp, reference[keep])
         if algo.entropy_coef:
-            loss = loss - algo.entropy_coef * entropy
+            loss = loss - algo.entropy_coef * entropy[keep]
         # FSDP averages gradients over ranks; the weights already carry the global denominator.
         with spans("backward"):
             ((loss * weight).sum() * self.cell.world).backward()
+
+        def spread(values: Tensor) -> Tensor:  # [K] -> [T]
+            return torch.zeros_like(logp.detach()).masked_scatter(keep, values)
+
         return {
-            "counts": torch.full_like(weight, piece.counts),
-            "weighted_loss": (loss * weight).detach(),
+            "counts": torch.full_like(packed.behaviour, piece.counts),
+            "weighted_loss": spread(loss.detach() * weight),
             "entropy": entropy.detach(),
             "log_ratio": (logp - packed.behaviour).detach(),
-            "clip": acts,
-            "masked": masked,
-            "advantage": tokens.advantage,
+            "clip": spread(cut),
+            "masked": (~keep).float(),
+            "truncated": self._truncated(piece),
+            "advantage": of_sample[0],
             "version": packed.versions,
         }
+
+    def _truncated(self, piece: Piece) -> Tensor:
+        """Whether the correction cut a token's weight, [T]."""
+        if piece.factor is None or not self.algo.correction.endswith("truncate"):
+            return torch.zeros_like(piece.packed.behaviour)
+        return (piece.factor >= self.algo.correction_high).float()
 
     @spans("optimiser")
     def _update(self, stats: list[dict], samples: list[Sample]) -> tuple[float, float]:
@@ -387,10 +395,12 @@ class Trainer:
             "ratio_ess": ratio_mean**2 / max(second_moment, 1e-12),  # effective sample size, share
             "clip_frac": mean(tokens["clip"]),
             "masked_frac": mean(tokens["masked"]),
+            "truncated_frac": mean(tokens["truncated"]),
             "kl_behaviour": mean(ratio - 1 - log_ratio),  # KL(pi_b || pi), "k3"
             "advantage_std": math.sqrt(mean(tokens["advantage"].square())),
             "advantage_max": most(tokens["advantage"].abs()),
-            "abs_log_ratio_by_age": by_age,  # age 0: the mismatch of trainer and engine alone
+            # With one update a batch, age 0 is the mismatch of trainer and engine alone.
+            "abs_log_ratio_by_age": by_age,
         }
 
     @spans("probe")

@@ -109,6 +109,14 @@ def test_small_differences_of_large_rewards_are_not_rounded_away(name):
     torch.testing.assert_close(algos.ADVANTAGES[name](rewards), expected, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("name", ["grpo", "reinforce_pp"])
+def test_a_small_difference_of_rewards_is_a_signal_and_their_rounding_is_not(name):
+    advantage = algos.ADVANTAGES[name](torch.tensor([[0.5, 0.5001]], dtype=torch.float64))
+    assert advantage.abs().min() > 0.6
+    residue = torch.tensor([[0.3, 0.1 + 0.2]], dtype=torch.float64)
+    assert residue[0, 0] != residue[0, 1] and not algos.ADVANTAGES[name](residue).any()
+
+
 def test_reinforce_pp_compares_over_the_whole_batch():
     advantage = algos.reinforce_pp_advantage(torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
     assert advantage.sign().tolist() == [[-1.0, -1.0], [1.0, 1.0]]
@@ -165,7 +173,7 @@ def slow_ppo(p, b, x, a, reward, c):
 def slow_decoupled_ppo(p, b, x, a, reward, c):
     weight = min(math.exp(x - b), c.behaviour_cap)
     loss = slow_surrogate(math.exp(p - x), a, c.clip_low, c.clip_high, c.dual_clip)
-    return weight * loss[0], weight * loss[1], loss[2]
+    return weight * loss[0], weight * loss[1], loss[2] or weight == c.behaviour_cap
 
 
 def slow_tis(p, b, x, a, reward, c):
@@ -270,11 +278,22 @@ def test_the_weight_of_a_loss_takes_no_gradient(name):
 def test_the_first_factor_of_decoupled_ppo_takes_no_gradient():
     t = make_tokens(4)
     proximal = t.proximal.clone().requires_grad_()
-    loss, acts = algos.decoupled_ppo_loss(t._replace(proximal=proximal), CONFIG)
+    loss, _ = algos.decoupled_ppo_loss(t._replace(proximal=proximal), CONFIG)
     loss.sum().backward()
     weight = (t.proximal - t.behaviour).exp().clamp(max=CONFIG.behaviour_cap)
-    inside = weight * (t.logp - t.proximal).exp() * t.advantage  # of the ratio in the clip alone
-    torch.testing.assert_close(proximal.grad, torch.where(acts == 1, 0.0, inside))
+    u = (t.logp - t.proximal).exp()
+    inside = weight * u * t.advantage  # of the ratio in the clip alone
+    clips = u.clamp(1 - CONFIG.clip_low, 1 + CONFIG.clip_high) * t.advantage < u * t.advantage
+    torch.testing.assert_close(proximal.grad, torch.where(clips, 0.0, inside))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_rounding_of_two_kernels_does_not_count_as_a_bound_that_acts(name):
+    t = make_tokens(0)
+    for noise in (3e-7, -3e-7):
+        fresh = t._replace(behaviour=t.logp, proximal=t.logp + noise, logp=t.logp + noise)
+        _, _, acts = run(name, fresh._replace(reward=torch.zeros_like(t.reward)))
+        assert not acts.any()
 
 
 @pytest.mark.parametrize(("advantage", "ratio"), [(1.0, 1.31), (2.0, 50.0), (-1.0, 0.79)])
@@ -661,13 +680,33 @@ def test_a_high_lower_bound_of_cispo_keeps_pushing_like_no_correction():
 
 
 @pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"loss": "cispo", "clip_low": 0.1}, "--clip_low does nothing with --loss cispo"),
+        ({"loss": "tis", "dual_clip": 3.0}, "--dual_clip does nothing with --loss tis"),
+        ({"loss": "topr", "topr_negative": 0.1}, "--topr_negative does nothing with --loss topr"),
+        ({"loss": "tis", "correction": "token_truncate"}, "they correct twice"),
+    ],
+)
+def test_flags_that_do_nothing_or_too_much_are_noted(flags, said):
+    (note,) = algos.notes(AlgoConfig(**flags))
+    assert said in note
+
+
+def test_flags_of_the_chosen_loss_are_not_noted():
+    assert not algos.notes(AlgoConfig(loss="decoupled_ppo", clip_low=0.1, behaviour_cap=3.0))
+    assert not algos.notes(AlgoConfig(loss="pg", correction="token_truncate"))
+
+
+@pytest.mark.parametrize(
     "wrong",
     [
         {name: value}
         for names, values in {
             "loss advantage aggregation correction truncated": ["foo"],
             "clip_low gspo_low": [0.0, 1.0, math.nan],
-            "clip_high gspo_high tis_high correction_high": [0.0, math.nan],
+            "cispo_low": [0.0, 1.1, math.nan],
+            "clip_high cispo_high gspo_high tis_high correction_high": [0.0, math.nan],
             "tis_low correction_low": [-0.1, 9.0, math.nan],
             "dual_clip": [-1.0, 0.5, 1.0, math.nan],
             "behaviour_cap": [0.0, -1.0, math.nan],

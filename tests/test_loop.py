@@ -170,6 +170,8 @@ def test_dumped_batches_replay_to_the_same_weights_without_an_engine(worker, tmp
     assert all(torch.equal(first[name], second[name]) for name in first)
     with pytest.raises(ValueError, match=r"no .*000004.pkl \(--steps 4"):
         train.Run(*train.parse([*flags, "--steps", "4", "--run_dir", str(tmp_path / "more")]))
+    with pytest.raises(ValueError, match="groups of 4 samples, and --group_size 8"):
+        train.Run(*train.parse([*flags, "--group_size", "8"]))
 
 
 # -- data that has nothing to teach --------------------------------------------------------------
