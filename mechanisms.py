@@ -285,7 +285,6 @@ class Bench:
         run.log.bar.disable = True  # there is one for all arms
         try:
             run.start(self.rollouts, arm.dispatcher)
-            self.rollouts = run.rollouts
             seconds, useful = [], []
             for _ in range(batches + 1):
                 batch = run.get_batch()
@@ -296,6 +295,7 @@ class Bench:
                 run.wait_committed()
             return float(np.mean(seconds[1:])), float(np.mean(useful[1:]))
         finally:
+            self.rollouts = run.rollouts or self.rollouts  # to be closed, also if it has just begun
             run.close(keep_workers=True)
 
     def compare(self, pair: Pair, repeats: int, batches: int, bar: tqdm) -> dict:

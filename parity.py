@@ -8,7 +8,8 @@ held-out solve rate at the end, and the difference to synchronous training with 
 seed: its mean and the 95 % interval of that mean (Student's t over seeds). Draws the curves.
 
 All runs use one rollout process, started once. It can be interrupted and called again: runs that
-are whole are not repeated. Seeds come first, so that what is there at any time is balanced.
+are whole are not repeated, and a run that was made with other flags is refused, not counted. Seeds
+come first, so that what is there at any time is balanced.
 """
 
 import argparse
@@ -29,6 +30,7 @@ from report import read_rows
 
 # Student's t, 97.5 %, by degrees of freedom: of seeds there are few.
 T_975 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+FLAGS = "flags.json"  # in a run's directory, once it is whole: what it was made with
 
 
 class Arm(NamedTuple):
@@ -56,7 +58,12 @@ def interval(differences: list[float]) -> tuple[float, float]:
     if n < 2:
         return float(np.mean(differences)), float("nan")
     spread = np.std(differences, ddof=1) / np.sqrt(n)
-    return float(np.mean(differences)), float(T_975.get(n - 1, 2.0) * spread)
+    return float(np.mean(differences)), float(t_975(n - 1) * spread)
+
+
+def t_975(degrees: int) -> float:
+    """Beyond the table the Cornish-Fisher expansion, good to 0.003."""
+    return T_975.get(degrees, 1.96 + 2.372 / degrees + 2.822 / degrees**2)
 
 
 class Trials:
@@ -66,12 +73,12 @@ class Trials:
         self.args, self.flags, self.rollouts = args, flags, None
 
     def combinations(self) -> Iterator[tuple[int, Arm]]:
-        losses = self.args.losses.split(",")
-        alphas = sorted(float(alpha) for alpha in self.args.alphas.split(","))
-        for seed, loss, alpha in product(range(self.args.seeds), losses, alphas):
+        args = self.args
+        for seed, loss, alpha in product(range(args.seeds), args.losses.split(","), args.alphas):
             yield seed, Arm(loss, alpha)
 
-    def train(self, arm: Arm, seed: int, directory: Path) -> None:
+    def flags_of(self, arm: Arm, seed: int) -> list[str]:
+        """The command line of a run, without its directory."""
         args = self.args
         settings = {
             "env": args.env,
@@ -81,26 +88,41 @@ class Trials:
             "loss": arm.loss,
             "alpha": arm.alpha,
             "seed": seed,
-            "run_dir": directory,
         }
-        run = train.Run(*train.parse(train.as_flags(settings) + self.flags))
+        return train.as_flags(settings) + self.flags
+
+    def check(self) -> None:
+        """Say what is wrong before the first run is made. Raises ValueError for a run that is there
+        with other flags; exits for a wrong flag."""
+        for seed, arm in self.combinations():
+            train.parse(self.flags_of(arm, seed))
+            made = run_dir(self.args.out, self.args.env, arm, seed) / FLAGS
+            if made.exists() and json.loads(made.read_text()) != self.flags_of(arm, seed):
+                raise ValueError(
+                    f"{made.parent} was made with other flags ({made}): name another --out"
+                )
+
+    def train(self, arm: Arm, seed: int, directory: Path) -> None:
+        flags = self.flags_of(arm, seed)
+        run = train.Run(*train.parse([*flags, "--run_dir", str(directory)]))
         try:
             run.start(self.rollouts)
-            self.rollouts = run.rollouts
             train.train_async(run)
             run.wait_committed()
         finally:
+            self.rollouts = run.rollouts or self.rollouts  # to be closed, also if it has just begun
             run.close(keep_workers=True)
             for checkpoint in directory.glob("checkpoint-*"):
-                if not args.keep:
+                if not self.args.keep:
                     shutil.rmtree(checkpoint)
+        (directory / FLAGS).write_text(json.dumps(flags) + "\n")
 
     def go(self) -> None:
         todo = list(self.combinations())
         try:
             for number, (seed, arm) in enumerate(todo, 1):
                 directory = run_dir(self.args.out, self.args.env, arm, seed)
-                if self.args.steps in solved(directory):
+                if (directory / FLAGS).exists():
                     continue
                 shutil.rmtree(directory, ignore_errors=True)  # it was interrupted
                 print(f"[{number}/{len(todo)}] {directory.name}", file=sys.stderr)
@@ -123,6 +145,7 @@ def results(args, trials: Trials) -> list[dict]:
         differences = [end - sync[seed] for seed, end in by_seed.items() if seed in sync]
         row = {"loss": arm.loss, "alpha": arm.alpha, "ends": list(by_seed.values())}
         if arm.alpha and differences:
+            row["differences"] = differences
             row["difference"], row["half_width"] = interval(differences)
         rows.append(row)
     return rows
@@ -169,7 +192,8 @@ def draw(args, trials: Trials, rows: list[dict], target: Path) -> Path:
                     versions, at.min(0), at.max(0), color=colors[arm.alpha], alpha=0.15
                 )
         axis.set(title=f"{args.env}, {loss}", xlabel="step", ylabel="held-out solve rate")
-        axis.legend(fontsize=8)
+        if axis.lines:
+            axis.legend(fontsize=8)
     compared = [row for row in rows if "difference" in row]
     names = [f"{row['loss']}, {row['alpha']:g}" for row in compared]
     gaps.errorbar(
@@ -191,6 +215,7 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Other flags go to train.py, for example --batch_size 16 --eval_prompts 256.",
+        allow_abbrev=False,
     )
     parser.add_argument("--env", default="addition")
     parser.add_argument("--model", default="tiny")
@@ -201,9 +226,20 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/parity"))
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints")
     args, flags = parser.parse_known_args()
-    train.parse(flags)  # a wrong flag is said now
+    if args.seeds < 1 or args.steps < 1:
+        parser.error("--seeds and --steps have to be at least 1")
+    try:
+        args.alphas = sorted(float(alpha) for alpha in args.alphas.split(","))
+    except ValueError:
+        parser.error(f"--alphas takes numbers by comma (got {args.alphas})")
+    if taken := {"--mode", "--loss", "--alpha", "--seed", "--eval_every", "--run_dir"} & set(flags):
+        parser.error(f"{', '.join(sorted(taken))}: of every run this command sets it itself")
     transformers.utils.logging.disable_progress_bar()
     trials, code = Trials(args, flags), 0
+    try:
+        trials.check()
+    except ValueError as error:
+        parser.error(str(error))
     try:
         trials.go()
     except KeyboardInterrupt:
@@ -213,7 +249,8 @@ def main() -> int:
     print(table(rows))
     name = f"{file_name(args.env)}-{args.losses.replace(',', '-')}"
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n")
+    plain = [{k: None if v != v else v for k, v in row.items()} for row in rows]  # JSON has no NaN
+    (args.out / f"{name}.json").write_text(json.dumps(plain, indent=1) + "\n")
     print(draw(args, trials, rows, args.out / f"{name}.png"))
     return code
 

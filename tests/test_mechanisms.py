@@ -1,6 +1,11 @@
 """What the comparisons are made of: the naive dispatchers, their tasks, and the statistics."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +18,8 @@ from buffer import RolloutTask
 from envs import EnvConfig
 from mechanisms import PAIRS, FourTurns, Hard, HeavyTail, InRounds, StaticSplit, Unreplicated
 from parity import Arm
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def tasks(*groups, n=2):
@@ -122,6 +129,7 @@ def test_the_interval_is_students():
     assert mean == pytest.approx(0.2) and half == pytest.approx(4.303 * 0.1 / np.sqrt(3))
     mean, half = parity.interval([0.5])
     assert mean == 0.5 and np.isnan(half)
+    assert [round(parity.t_975(n), 2) for n in (9, 10, 20, 60)] == [2.26, 2.23, 2.09, 2.00]
 
 
 def write_run(out, arm, seed, end, steps=80):
@@ -134,7 +142,7 @@ def write_run(out, arm, seed, end, steps=80):
 
 def test_differences_are_of_the_same_seed_and_unfinished_runs_do_not_count(tmp_path):
     args = SimpleNamespace(
-        out=tmp_path, env="grid", losses="ppo", alphas="1,0", seeds=3, steps=80, keep=False
+        out=tmp_path, env="grid", losses="ppo", alphas=[0.0, 1.0], seeds=3, steps=80, keep=False
     )
     sync, fast = Arm("ppo", 0.0), Arm("ppo", 1.0)
     for seed, (slow_end, fast_end) in enumerate([(0.5, 0.6), (0.4, 0.4)]):
@@ -148,3 +156,60 @@ def test_differences_are_of_the_same_seed_and_unfinished_runs_do_not_count(tmp_p
     assert second["ends"] == [0.6, 0.4] and second["difference"] == pytest.approx(0.05)
     assert "| ppo | 1 | 2 | 0.500 (0.400-0.600) | +0.050 ± 0.635 |" in parity.table([first, second])
     assert parity.draw(args, trials, [first, second], tmp_path / "x.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--losses", "ppo,foo"], "--loss is one of"),
+        (["--alphas", "0,x"], "--alphas takes numbers"),
+        (["--seeds", "0"], "--seeds and --steps have to be at least 1"),
+        (["--seed", "7"], "--seed: of every run"),
+        (["--mode", "sync"], "--mode: of every run"),
+        (["--batch", "8"], "--batch"),
+    ],
+    ids=str,
+)
+def test_parity_refuses_what_is_wrong_before_the_first_run(flags, said, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["parity.py", *flags])
+    with pytest.raises(SystemExit):
+        parity.main()
+    assert said in capsys.readouterr().err
+
+
+def test_parity_refuses_runs_that_were_made_with_other_flags(tmp_path, monkeypatch, capsys):
+    write_run(tmp_path, Arm("ppo", 0.0), 0, 0.5)
+    made = parity.run_dir(tmp_path, "grid", Arm("ppo", 0.0), 0) / parity.FLAGS
+    made.write_text('["--steps", "40"]')
+    monkeypatch.setattr("sys.argv", ["parity.py", "--env", "grid", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        parity.main()
+    assert "was made with other flags" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_parity_can_be_interrupted_at_any_time_and_goes_on(tmp_path, tiny):
+    """While vLLM starts, where nothing is whole, and between two runs."""
+    command = [sys.executable, "parity.py", "--model", tiny, "--alphas", "0,1", "--seeds", "1"]
+    command += ["--steps", "8", "--batch_size", "2", "--eval_prompts", "8", "--out", str(tmp_path)]
+    first = parity.run_dir(tmp_path, "addition", Arm("ppo", 0.0), 0) / parity.FLAGS
+
+    def interrupted(when) -> str:
+        with subprocess.Popen(
+            command, cwd=ROOT, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as process:
+            while not when(process):
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            said, _ = process.communicate(timeout=60)
+        assert process.returncode == 130
+        return said
+
+    interrupted(lambda process: "starting vLLM" in process.stderr.readline())
+    assert not first.exists()
+    assert "| ppo | 0 | 1 |" in interrupted(lambda process: first.exists())
+    made = first.stat().st_mtime_ns
+    done = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, timeout=200)
+    assert done.returncode == 0 and "| ppo | 1 | 1 |" in done.stdout
+    assert first.stat().st_mtime_ns == made
