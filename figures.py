@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Patch
 
-from report import read_rows
+from report import idle_shares, read_rows
 from timeline import read_trace
 
 WINDOW = 3  # steps of the slowest run that the timelines show
@@ -141,7 +141,7 @@ def plot_timeline(runs: list[Path], target: Path) -> Path:
     stale.xaxis.get_major_locator().set_params(integer=True)
     idle.set(ylabel="idle share", ylim=(0, 1))
     idle.set_xticks([0, 1], ["trainer", "rollout"])
-    length.set(xlabel="step", ylabel="tokens: mean, max (dotted)")
+    length.set(xlabel="step", ylabel="tokens: mean, max (dotted), 5-95 %, 25-75 %")
     length.xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(target, dpi=120)
     plt.close(figure)
@@ -157,8 +157,10 @@ def _plot_rows(rows: list[dict], name: str, color: str, number: int, runs: int, 
     for row in rows:
         ages[: len(row["staleness_hist"])] += row["staleness_hist"]
     stale.bar(np.arange(len(ages)) + shift, ages / ages.sum(), width, color=color, label=name)
-    shares = [np.mean([row[f"{side}_idle"] for row in rows]) for side in ("trainer", "rollout")]
-    idle.bar(np.arange(2) + shift, shares, width, color=color)
+    idle.bar(np.arange(2) + shift, list(idle_shares(rows).values()), width, color=color)
     steps = [row["step"] for row in rows]
     length.plot(steps, [row["length_mean"] for row in rows], color=color)
     length.plot(steps, [row["length_max"] for row in rows], color=color, linestyle=":")
+    p5, p25, _, p75, p95 = np.transpose([row.get("length_quantiles", 5 * [0]) for row in rows])
+    length.fill_between(steps, p5, p95, color=color, alpha=0.1, linewidth=0)
+    length.fill_between(steps, p25, p75, color=color, alpha=0.2, linewidth=0)

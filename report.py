@@ -159,6 +159,7 @@ def batch_metrics(run) -> dict:
     batch, at, seconds = run.batch, run.version - 1, spans.seconds
     rewards = np.array([s.reward for s in batch])
     stale = np.array([s.staleness(at) for s in batch])
+    lengths = [int(s.mask.sum()) for s in batch]
     counts, dropped = run.rollouts.take_counts(), run.rollouts.dropped()
     workers = run.rollout.rollout_workers
     worker_time = sum(counts[what] for what in WORKER_TIMES) or 1.0
@@ -171,11 +172,12 @@ def batch_metrics(run) -> dict:
         "staleness_mean": float(stale.mean()),
         "staleness_max": int(stale.max()),
         "staleness_hist": np.bincount(stale).tolist(),  # samples of age 0, 1, ...
-        "tokens": int(sum(s.mask.sum() for s in batch)),
+        "tokens": int(sum(lengths)),
         "tokens_made": counts["tokens"],
         "samples": len(batch),
-        "length_mean": float(np.mean([s.mask.sum() for s in batch])),
-        "length_max": int(max(s.mask.sum() for s in batch)),
+        "length_mean": float(np.mean(lengths)),
+        "length_max": int(max(lengths)),
+        "length_quantiles": np.quantile(lengths, [0.05, 0.25, 0.5, 0.75, 0.95]).tolist(),
         "turns_mean": float(np.mean([len(s.turns) for s in batch])),
         "truncated": float(np.mean([s.truncated for s in batch])),
         **{f"dropped_{why}": dropped[why] for why in ("filtered", "stale", "failed", "redundant")},
@@ -221,7 +223,7 @@ def summarize(rows: list[dict]) -> str:
             f"{evals[0]['version']}) → {evals[-1]['eval/solve_rate']:.3f} "
             f"(version {evals[-1]['version']}, {evals[-1]['eval/samples']} prompts)"
         )
-    idle = {k: np.mean([row[f"{k}_idle"] for row in steps]) for k in ("trainer", "rollout")}
+    idle = idle_shares(steps)
     lines += [
         f"{len(steps)} steps in {wall:.1f} s, {samples / wall:.0f} samples/s; a step: "
         + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in per_step.items()),
@@ -238,13 +240,27 @@ def summarize(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def idle_shares(steps: list[dict]) -> dict[str, float]:
+    """Share of all seconds of a run in which trainer and workers waited. A mean of the steps' own
+    shares would be another number: short steps wait less."""
+    of = {
+        "trainer": ("t_wait", [f"t_{what}" for what in TRAINER_TIMES]),
+        "rollout": ("t_worker_idle", [f"t_worker_{what}" for what in WORKER_TIMES]),
+    }
+
+    def total(*keys: str) -> float:
+        return sum(row.get(key, 0.0) for row in steps for key in keys)
+
+    return {side: total(wait) / (total(*keys) or 1.0) for side, (wait, keys) in of.items()}
+
+
 def advise_run(rows: list[dict], config: dict) -> str:
     """What Proposition 2 (`theory.advise`) makes of the times that a run has measured: a line with
     the split and alpha to use, then what it rests on. Empty without the times of 10 steps.
 
     `config["trainers"]` is the number of trainer ranks (1 if it is not there). On a machine without
-    GPUs the workers of the proposition are processes. The longest sample is taken to wait for
-    nothing but decoding."""
+    GPUs the workers of the proposition are processes; in sync both kinds have the whole machine, so
+    each counts for all of them. The longest sample is taken to wait for nothing but decoding."""
     steps = [row for row in rows if "step" in row][3:]  # the first ones warm up
     made = sum(row["tokens_made"] for row in steps)
     if len(steps) < 7 or not made:
@@ -256,12 +272,17 @@ def advise_run(rows: list[dict], config: dict) -> str:
     engine_steps = sum(row["tokens_made"] / max(row["slots_used"], 1.0) for row in steps)
     decoding = rollouts * (total["worker_decode"] + total["worker_episodes"])
     busy = decoding + rollouts * sum(total[f"worker_{w}"] for w in ("load", "probe", "commit"))
+    workers = rollouts + trainers
+    sync = config["alpha"] == 0
     sizes = {
         "samples": steps[0]["samples"],
-        "workers": rollouts + trainers,
-        "mean": busy / (made / length),  # seconds of a worker a sample: many at a time
+        "workers": workers,
+        # Seconds of a worker a sample: it makes many at a time.
+        "mean": busy / (made / length) * (workers / rollouts if sync else 1),
         "longest": max(row.get("length_max", 0) for row in steps) * decoding / engine_steps,
-        "train": trainers * (total["train"] + total["publish"]) / len(steps) / steps[0]["samples"],
+        "train": (workers if sync else trainers)
+        * (total["train"] + total["publish"])
+        / (len(steps) * steps[0]["samples"]),
     }
     if not (sizes["longest"] > 0 < sizes["train"]):
         return ""
@@ -271,15 +292,15 @@ def advise_run(rows: list[dict], config: dict) -> str:
     if not said.alpha:
         how = "sync, all processes in both phases"
     if measured <= said.seconds:
-        how = f"stay with this setting; what the bounds speak for is {how}"
+        how = f"stay with this setting; the best bound is that of {how}"
     bounds = ", ".join(
         f"alpha {alpha} {theory.best_async_bound(**sizes, alpha=alpha):.3f} s"
         for alpha in theory.ALPHAS[1:]
     )
     return "\n".join(
         [
-            f"advice: {how}: at most {said.seconds:.3f} s a step, sync {said.sync_seconds:.3f} s "
-            f"(measured: {measured:.3f} s at alpha {config['alpha']:g})",
+            f"advice: {how}, {said.seconds:.3f} s a step; of sync {said.sync_seconds:.3f} s "
+            f"(measured: {measured:.3f} s at alpha {config['alpha']:g}; staleness is not weighed)",
             f"measured: a sample takes a worker {1e3 * sizes['mean']:.2f} ms to generate and a "
             f"trainer {1e3 * sizes['train']:.2f} ms, the longest {sizes['longest']:.3f} s",
             f"bounds at the best split, of whole processes or not: {bounds}; greatest speed-up "

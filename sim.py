@@ -4,12 +4,14 @@
     python sim.py scaling alpha --quick    some of them, over fewer steps
     python sim.py --figure docs/sim.png    and a figure: speed-up over GPUs, alpha and split
     python sim.py validate RUN_DIR...      finished runs against their simulation
+    python sim.py validate RUN_DIR --rates_of OTHER     from what another run has measured
 
 The scheduler is the program's own (`simulator.py`). What is assumed stands with each experiment and
 is printed with its table: rates follow from data sheets, and the paper does not give lengths, GPU
-counts of its smaller figures or latencies' tails, so those are fitted, once a group of experiments
-and never to one row. `naive` is batch scheduling (`mechanisms.StaticSplit`): a static split over
-workers, environments in step, rewards after everything; `queue` is this project's sync mode.
+counts of its smaller figures or latencies' tails, so those are fitted, once for each of four groups
+of experiments (scaling with split and alpha; queue with replication; envs; redundancy). `naive` is
+batch scheduling (`mechanisms.StaticSplit`): a static split over workers, environments in step,
+rewards after everything; `queue` is this project's sync mode.
 
 Paper: ROLL Flash (arXiv 2510.11345); RollArt (arXiv 2512.22560) where it says so.
 """
@@ -86,12 +88,12 @@ class Scale(NamedTuple):
 def rlvr(scale: Scale, lengths: dict, gpus: int, alpha: float | None, share=TRAIN_SHARE, **more):
     """Seconds a step of 256 x 16 samples; `alpha` None: sync, all GPUs do both phases."""
     load = Load(**lengths, seed=scale.seed)
-    groups = more.pop("groups", 256)
+    groups, rates = more.pop("groups", 256), more.pop("rates", GPU)
     train = gpus if alpha is None else round(share * gpus)
     rollout = gpus if alpha is None else gpus - train
     config = BufferConfig(groups, 16, alpha or 0)
     steps = scale.steps(alpha or 0)
-    result = simulate(Setting(GPU, load, config, rollout, train, alpha is None, steps, **more))
+    result = simulate(Setting(rates, load, config, rollout, train, alpha is None, steps, **more))
     return result.step_seconds(alpha or 0), result
 
 
@@ -122,6 +124,12 @@ def scaling(scale: Scale) -> Iterator[Row]:
                 yield Row(f"{name}, {gpus} GPUs: share of rollout in sync", share, 70, "% or more")
         gain = per_gpu[name, 16] / per_gpu[name, 128]
         yield Row(f"{name}: throughput of async, 128 over 16 GPUs", gain, 7.6)
+        for change in ({"switch_s": 0}, {"slots": 128}):  # what the first row would be without
+            rates = replace(GPU, **change)
+            naive, _ = rlvr(scale, lengths, 128, None, rates=rates, dispatcher=StaticSplit)
+            fast, _ = rlvr(scale, lengths, 128, 2, rates=rates)
+            ((key, value),) = change.items()
+            yield Row(f"{name}, 128 GPUs, with {key} {value}", naive / fast)
 
 
 def split(scale: Scale) -> Iterator[Row]:
@@ -208,7 +216,7 @@ def replication(scale: Scale) -> Iterator[Row]:
         yield Row(f"{groups} x {n}: off against on", off / on, off_s / on_s)
 
 
-ENGINE = Rates(decode_s=0.0065, decode_kv_s=5.9e-9, prefill=200_000, slots=512)  # ten GPUs
+ENGINE = Rates(decode_s=0.0065, decode_kv_s=5.9e-9, prefill=200_000, slots=512)  # some ten GPUs
 PLAY = dict(rollout_gpus=1, train_gpus=1, rates=ENGINE, tasks_per_worker=4096)
 
 
@@ -216,7 +224,7 @@ def envs(scale: Scale) -> Iterator[Row]:
     """Env-level asynchronous rollout against environments in step: 32 x 8 episodes, steps of
     N(10, std) s, cut at 0.
 
-    Fitted to the row of N(10, 10): 20 turns of 150 tokens (lognormal, sigma 0.6).
+    Fitted to N(10, 10), the only known point: 20 turns of 150 tokens (lognormal, sigma 0.6).
     """
     for std in (10,) if scale.quick else (0, 2.5, 5, 10):
         load = Load(150, 0.6, 2048, turns=20, latency=f"10,{std}", seed=scale.seed)
@@ -224,7 +232,7 @@ def envs(scale: Scale) -> Iterator[Row]:
         seconds = {}
         for name, dispatcher, paper in arms:
             more = PLAY | {"dispatcher": dispatcher}
-            seconds[name] = wait_seconds(scale, load, BufferConfig(32, 8, 0), 1, **more)
+            seconds[name] = wait_seconds(scale, load, BufferConfig(32, 8, 0), 8, **more)
             yield Row(f"N(10, {std:g}): {name}", seconds[name], paper if std == 10 else None, "s")
         gain = seconds["in step"] / seconds["async"]
         yield Row(f"N(10, {std:g}): in step against async", gain, 2.46 if std == 10 else None)
@@ -263,6 +271,10 @@ class Measured(Load):
         self._lengths = lengths if single else [max(1, round(turn))]
         self.turns = [1] if single else [max(1, round(length / turn)) for length in lengths]
         self.draw = random.Random(config["seed"])
+
+    def length(self, seed: int, turn: int) -> int:
+        """Of one of the samples that the run has logged, at random: they are few."""
+        return self._lengths[np.random.default_rng((seed, turn)).integers(len(self._lengths))]
 
     def make_env(self) -> SimEnv:
         return SimEnv(self, self.draw.choice(self.turns))
@@ -317,15 +329,17 @@ def measured(run: Path) -> tuple[Setting, list[dict]]:
     return setting, steps
 
 
-def validate(runs: list[Path]) -> str:
-    """Measured and simulated seconds a step of finished runs."""
+def validate(runs: list[Path], rates_of: Path | None = None) -> str:
+    """Measured and simulated seconds a step of finished runs, from the rates of each, or all from
+    those of another run: then no time of the run itself is used."""
     if not runs:
         raise ValueError("validate needs at least one RUN_DIR")
+    rates = measured(rates_of)[0].rates if rates_of else None
     lines = ["| run | s a step | simulated | deviation | wait for a batch | simulated |"]
     lines += ["|---|---|---|---|---|---|"]
     for run in runs:
         setting, rows = measured(run)
-        result = simulate(setting)
+        result = simulate(replace(setting, rates=rates or setting.rates))
         seconds = np.mean([row["t_wait"] + row["t_train"] + row["t_publish"] for row in rows])
         ours = result.step_seconds(setting.buffer.alpha)
         wait, our_wait = np.mean([row["t_wait"] for row in rows]), result.wait / setting.steps
@@ -345,6 +359,18 @@ EXPERIMENTS: dict[str, Callable[[Scale], Iterator[Row]]] = {
     "envs": envs,
     "redundancy": redundancy,
 }
+
+
+RATES = {name: GPU for name in ("scaling", "split", "alpha")}
+RATES |= {name: WAITING for name in ("queue", "replication")}
+RATES |= {name: ENGINE for name in ("envs", "redundancy")}
+
+
+def describe(rates: Rates) -> str:
+    """What one worker and one trainer do, as simulated."""
+    values = {field.name: getattr(rates, field.name) for field in fields(rates)}
+    shown = (f"{name} {value:g}" for name, value in values.items() if value not in (0, math.inf))
+    return f"Rates (seconds; tokens/s; places): {', '.join(shown)}."
 
 
 def draw(points: list[tuple], target: Path) -> None:
@@ -368,6 +394,7 @@ def tables(names: list[str], scale: Scale) -> list[tuple]:
     points = []
     for name in names:
         print(f"\n## {name}\n\n{inspect.getdoc(EXPERIMENTS[name])}\n")
+        print(f"{describe(RATES[name])}\n")
         print("| what | paper | ours | deviation |\n|---|---|---|---|", flush=True)
         for row in tqdm(EXPERIMENTS[name](scale), desc=name, unit="row", leave=False):
             with tqdm.external_write_mode():
@@ -384,12 +411,13 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(EXPERIMENTS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="fewer steps and settings")
+    parser.add_argument("--rates_of", type=Path, help="validate: the run whose rates to use")
     parser.add_argument("--figure", type=Path, help="draw scaling, alpha and split to this file")
     args = parser.parse_args()
     names = args.names or list(EXPERIMENTS)
     try:
         if names[0] == "validate":
-            print(validate([Path(name) for name in names[1:]]))
+            print(validate([Path(name) for name in names[1:]], args.rates_of))
             return 0
         if unknown := set(names) - set(EXPERIMENTS):
             known = ", ".join(EXPERIMENTS)

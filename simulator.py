@@ -149,7 +149,8 @@ class SimEngine:
     ends at step s + n, and the next to end is at the top of a heap. While r sequences run, a step
     takes `decode_s + r decode_seq_s + kv decode_kv_s` seconds, and kv grows by r a step: the time
     of m steps is quadratic in m, so both ways between time and steps are closed forms. Prefill has
-    the engine to itself, and so has the recomputation of KV caches.
+    the engine to itself, and so has the recomputation of KV caches. (Of what is running: an episode
+    that is in its environment during an update finds its history in the prefix cache all the same.)
     """
 
     def __init__(self, rates: Rates, wake: asyncio.Event):
@@ -294,7 +295,7 @@ class SimWorker(Worker):
         self.engine, self.calls = SimEngine(rates, self.wake), SimCalls()
         self.episodes = {}
         self.clear_results()
-        self.lanes, self.free_lanes = itertools.count(1), deque()
+        self.new_lanes()
         self.update = None
 
     async def serve(self) -> None:

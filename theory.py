@@ -6,7 +6,7 @@ Symbols, the same throughout:
     samples   N     samples of one batch, B * n
     workers   K     what generates, or trains, one thing at a time: a GPU, a decode slot, a process
     mean      mu    mean seconds that one worker takes to generate one sample
-    longest   L     seconds that the longest sample takes; mean <= longest
+    longest   L     seconds that the longest sample takes (of all that are generated); mean <= L
     train     mu_t  seconds that one worker takes to train on one sample, once
     epochs    E     times that a batch is trained on
     alpha     a     asynchronous ratio: a straggler has (1 + a) batches to end in
@@ -19,7 +19,7 @@ the wait for the longest sample, and nothing else: what remains of it goes as 1 
 import math
 from typing import NamedTuple
 
-ALPHAS = (0, 1, 2, 4, 8)  # that `advise` chooses from; most of what is to be had is had by 2
+ALPHAS = (0, 1, 2, 4)  # that `advise` chooses from; most of what is to be had is had by 2
 
 
 def makespan_bound(samples: float, workers: float, mean: float, longest: float) -> float:
@@ -59,8 +59,8 @@ def async_bound(samples, workers, mean, longest, train, beta, alpha, epochs: flo
     beta K, max{(N mu + K L / (1 + alpha)) / ((1 - beta) K), E N mu_t / (beta K)} seconds a step.
 
     It takes both phases as independent, alpha > 0. A batch is first generated and then trained on,
-    within 1 + alpha steps, so one that is trained on as long as it is generated may take a little
-    longer: `pipeline_bound`, which this project's own loop is never above."""
+    within 1 + alpha steps, so where both take about as long a step may take longer: this project's
+    own loop is above this bound in some instances, and never above `pipeline_bound`."""
     generation = (samples * mean + workers * longest / (1 + alpha)) / ((1 - beta) * workers)
     return max(generation, epochs * samples * train / (beta * workers))
 
@@ -111,9 +111,9 @@ def advise(
     epochs: float = 1,
     within: float = 0.05,
 ) -> Advice:
-    """The split of `workers` into whole rollout workers and trainers, and alpha, that Proposition 2
-    recommends: the smallest alpha of ALPHAS whose bound is at most `within` above that of alpha
-    without end, each at its best split. alpha = 0 is synchronous: all workers do both.
+    """The split of `workers` into whole rollout workers and trainers, and alpha: the smallest of
+    ALPHAS whose `pipeline_bound` is at most `within` above the best, each at its best split.
+    alpha = 0 is synchronous: all workers do both. What staleness costs is not in it.
 
     Raises ValueError for fewer than two workers, which cannot be split, and for times that are not
     finite and above 0."""
@@ -129,13 +129,12 @@ def advise(
         if alpha == 0:
             return sync, workers
         return min(
-            (async_bound(*rest, trainers / workers, alpha, epochs), trainers)
+            (pipeline_bound(*rest, trainers / workers, alpha, epochs), trainers)
             for trainers in range(1, workers)
         )
 
-    limit = min(sync, best(math.inf)[0]) * (1 + within)
     choices = [(alpha, *best(alpha)) for alpha in ALPHAS]
-    near = [choice for choice in choices if choice[1] <= limit]
-    alpha, seconds, trainers = near[0] if near else min(choices, key=lambda choice: choice[1])
+    limit = min(seconds for _, seconds, _ in choices) * (1 + within)
+    alpha, seconds, trainers = next(choice for choice in choices if choice[1] <= limit)
     rollouts = workers - trainers if alpha else workers
     return Advice(rollouts, trainers, alpha, seconds, sync)
