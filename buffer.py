@@ -170,7 +170,9 @@ class SampleBuffer:
         self.kept = version * config.batch_size  # admitted and not dropped, over the whole run
         self.popped = version  # batches handed out
         self.dropped = dict(dropped or {})  # reason, by admission index
+        self.dropped_for = Counter(self.dropped.values())  # how many, by reason
         self.trained = set(trained or ())  # handed out ahead of an older group that is still open
+        self.newly_dropped: list[int] = []  # since whoever logs them has emptied it
         self.closed: list[int] = []  # groups that need no more samples but may have tasks running
         self.lost = Counter()  # of finished samples thrown away as stale or redundant: see `_lose`
         self._admitted = self._failed_since_start = 0  # by this run alone
@@ -263,6 +265,8 @@ class SampleBuffer:
     def _drop(self, group: Group, reason: str) -> None:
         self.kept -= 1
         self.dropped[group.index] = reason
+        self.dropped_for[reason] += 1
+        self.newly_dropped.append(group.index)
         if reason in ("stale", "redundant"):
             self._lose(group.samples.values())
         group.samples.clear()
@@ -281,9 +285,6 @@ class SampleBuffer:
         return self.config.consume == "ready" and any(
             sample.staleness(self.trainer_version) > bound for sample in samples
         )
-
-    def count_dropped(self, reason: str) -> int:
-        return sum(why == reason for why in self.dropped.values())
 
     def too_many_failed(self) -> bool:
         """More than four groups failed, and more than half of all that ended: not bad luck."""

@@ -8,15 +8,19 @@
 Every arm has the whole machine. *Naive* sync is what the paper compares with, as far as is known:
 the batch is split over the workers beforehand, environments run in step, rewards after everything.
 *Strongest* sync is the fastest of several: one worker or a worker a core, engine and trainer on one
-thread or on all, every scheduling mechanism on. Async has a core for the trainer and the others for
-workers. Arms take turns, and the ratios are of neighbours in time.
+thread or on all, with queue scheduling and prompt replication. What changes the data is off in all
+arms: redundancy, filtering. Async has a core for the trainer and the others for workers. On GPUs
+there is one trainer process in every arm: compare on two of them, or on one.
 
-A step is timed in the middle of a run, where the pipeline is full. Held-out reward is measured on
-weights kept during the run, after its end: no evaluation interrupts it, and generation has none of
-the trainer's time for free.
+Arms take turns, and ratios are of runs of one round (and so of one seed). A step is timed in the
+middle of a run, where the pipeline is full, from one end of a step to the next, logging included.
+Held-out reward is measured on weights kept during the run, after its end: no evaluation interrupts
+it, and generation has none of the trainer's time for free.
 
 *Alone* is what bounds an asynchronous step: generation with a trainer that does nothing, and the
-trainer on batches that are there, each with the publish that belongs to it.
+trainer on batches that are there, each with the publish that belongs to it, until it is loaded.
+It is of the first alpha: with a greater one more samples are under way, and an engine does more of
+them at once.
 """
 
 import os
@@ -30,6 +34,7 @@ import platform
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -68,21 +73,20 @@ class LongAnswer(Addition):
         return [(text, answer + "." * rng.randint(1, 3))]
 
 
-class Median4(LongAnswer):
-    median = 4
+class Median4(LongAnswer):  # with the same limit, in medians, as all: 12
+    median, max_tokens = 4, 48
 
 
 class Median8(LongAnswer):
-    median = 8
+    median, max_tokens = 8, 96
 
 
 class Median32(LongAnswer):
-    median = 32
+    median, max_tokens = 32, 384
 
 
 class Median64(LongAnswer):
-    median = 64
-    max_tokens = 768
+    median, max_tokens = 64, 768
 
 
 class Case(NamedTuple):
@@ -154,12 +158,14 @@ class Measured(train.Run):
         self.kept: list[tuple[float, dict]] = []  # seconds since the start, weights
         self.batches: list[list] = []
         super().start(*args)
+        self.ends = [time.perf_counter()]  # of the start, and of each step with all that it logs
         self._keep()
 
     def _keep(self) -> None:
         if self.every:
             weights = self.trainer.policy.model.state_dict()
-            self.kept.append((self.wall, {name: w.clone() for name, w in weights.items()}))
+            seconds = time.perf_counter() - self.ends[0]
+            self.kept.append((seconds, {name: w.clone() for name, w in weights.items()}))
 
     def train_on(self, batch) -> None:
         self.batches.append(batch)
@@ -170,6 +176,7 @@ class Measured(train.Run):
 
     def finish_step(self) -> None:
         super().finish_step()
+        self.ends.append(time.perf_counter())
         if self.every and self.version % self.every == 0:
             self._keep()
 
@@ -246,11 +253,12 @@ class Bench:
         kind = arm.workers, arm.worker_threads
         try:
             run.start(self.rollouts.get(kind), arm.dispatcher)
-            self.rollouts[kind] = run.rollouts
             (train.train_sync if arm.mode == "sync" else train.train_async)(run)
             run.wait_committed()
             return what(run)
         finally:
+            if run.rollouts:
+                self.rollouts[kind] = run.rollouts  # to be closed, also if it has just begun
             run.close(keep_workers=True)
 
     def step_seconds(self, case: Case, arm: Arm, seed: int, **traits) -> float:
@@ -268,8 +276,8 @@ class Bench:
 
 
 def middle(run: Measured) -> float:
-    walls = [row["wall_s"] for row in run.log.rows if "step" in row]
-    return (walls[-1 - TAIL] - walls[WARM - 1]) / (len(walls) - WARM - TAIL)
+    ends = run.ends
+    return (ends[-1 - TAIL] - ends[WARM]) / (len(ends) - 1 - WARM - TAIL)
 
 
 def strongest(seconds: dict[str, list[float]]) -> str:
@@ -370,29 +378,32 @@ def draw_sweep(sweeps: dict[str, dict], target: Path) -> Path:
 # -- commands ------------------------------------------------------------------------------------
 
 
-def time_steps(bench: Bench, case: Case, arms: list[Arm], bar: tqdm) -> dict[str, list[float]]:
-    """Seconds a step of every arm, one value a repeat; every other round runs them backwards."""
+def time_steps(bench: Bench, case: Case, arms: list[Arm], bar: tqdm, alone: list | None = None):
+    """Seconds a step of every arm, one value a round; every other round runs them backwards. To
+    `alone` go each round's seconds of both sides of the first asynchronous arm."""
     seconds: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    first = next(arm for arm in arms if arm.mode == "async")
     for repeat in range(bench.args.repeats):
         for arm in arms if repeat % 2 == 0 else arms[::-1]:
             bar.set_postfix_str(f"{case.name}, {arm.name}")
             seconds[arm.name].append(bench.step_seconds(case, arm, repeat))
+            bar.update()
+        if alone is not None:
+            bar.set_postfix_str(f"{case.name}, {first.name}, each side alone")
+            alone.append(bench.alone(case, first, repeat))
             bar.update()
     return seconds
 
 
 def compare(bench: Bench, case: Case, arms: list[Arm], bar: tqdm) -> dict:
     """Everything about one task: times, what bounds them, and reward against wall time."""
-    args = bench.args
-    seconds = time_steps(bench, case, arms, bar)
+    args, alone = bench.args, []
+    seconds = time_steps(bench, case, arms, bar, alone)
     best, chosen = strongest(seconds), arms[-len(args.alphas) :]
-    result = {"seconds": seconds}
+    result = {"seconds": seconds, "alone": alone}
     shown = [bench.directories[case.name, name] for name in (best, chosen[0].name)]
     target = plot_timeline(shown, args.out / f"timeline-{case.env.rpartition(':')[2]}.png")
     print(f"what bounds them: {target}", file=sys.stderr)
-    for _ in range(args.repeats):
-        result.setdefault("alone", []).append(bench.alone(case, chosen[0], 0))
-        bar.update()
     if args.reward_steps:
         curves = result["curves"] = {
             arm.name: [] for arm in arms if arm.name == best or arm in chosen
@@ -412,10 +423,12 @@ def describe(case: Case, result: dict) -> str:
     seconds = result["seconds"]
     parts = [table(case, seconds)]
     name = next(arm for arm in seconds if arm.startswith("async"))
-    step, alone = np.median(seconds[name]), np.median(result["alone"], axis=0)
+    alone = np.array(result["alone"])  # [rounds, 2]
+    generation, training = np.median(alone, axis=0)
     parts.append(
-        f"{name}: {step:.3f} s a step; alone, with their publish: generation {alone[0]:.3f} s, "
-        f"training {alone[1]:.3f} s; step / longer one {step / alone.max():.2f}"
+        f"{name}: {np.median(seconds[name]):.3f} s a step; alone, with their publish: generation "
+        f"{generation:.3f} s, training {training:.3f} s; step / longer one "
+        f"{ratio(seconds[name], alone.max(1))}"
     )
     if "curves" in result:
         parts.append(reward_table(result["curves"], strongest(seconds)))

@@ -288,7 +288,6 @@ class Rollouts:
         self.mismatches: dict[int, tuple[float, float]] = {}  # of each version's probe: max, mean
         self.weight_group = None  # trainer rank 0 keeps its end of it here
         self.counts: Counter[str] = Counter()  # the workers': seconds by kind, tokens, ...
-        self._dropped_seen = len(buffer.dropped)  # of a resumed run: those before it
         self.spans: list[deque[Span]] = [deque(maxlen=STEP_LIMIT) for _ in range(workers)]
         self._said: list[set[str]] = [set() for _ in range(workers)]
         self._heard = [time.monotonic()] * workers
@@ -321,7 +320,6 @@ class Rollouts:
             self.config = spec.rollout
             self.dispatcher = dispatcher(len(self.pipes), *self._places())
             self.counts, self._evaluating = Counter(), {}
-            self._dropped_seen = len(buffer.dropped)
         self.take_spans()
 
     def start(self, devices: list[str | None], threads: int) -> None:
@@ -449,14 +447,15 @@ class Rollouts:
     def dropped(self) -> Counter[str]:
         """Groups dropped so far, by reason."""
         with self._changed:
-            return Counter(self.buffer.dropped.values())
+            return Counter(self.buffer.dropped_for)
 
     def take_dropped(self) -> list[tuple[str, int]]:
         """Reason and prompt of each group dropped since the last call."""
         with self._changed:
-            new = list(self.buffer.dropped.items())[self._dropped_seen :]
-            self._dropped_seen += len(new)
-        return [(reason, self.make_rollout_task(index, 0).prompt) for index, reason in new]
+            new, self.buffer.newly_dropped = self.buffer.newly_dropped, []
+            reasons = [self.buffer.dropped[index] for index in new]
+        prompts = [self.make_rollout_task(index, 0).prompt for index in new]
+        return list(zip(reasons, prompts, strict=True))
 
     def close(self) -> None:
         """End every worker and its children; also when one no longer answers."""
@@ -538,7 +537,7 @@ class Rollouts:
             held.discard(task)
             self.buffer.drop_if_open(task.group, "stale")
         if self.buffer.hopeless():
-            count = self.buffer.count_dropped("filtered")
+            count = self.buffer.dropped_for["filtered"]
             raise RolloutError(
                 f"filtering found no signal: {count} groups dropped, --filter_limit "
                 f"{self.buffer.config.filter_limit:g} batches' worth of them since the last batch "
@@ -555,14 +554,14 @@ class Rollouts:
                 self._send(worker, "cancel", tasks)
 
     def _take_failure(self, task: RolloutTask, details: str) -> None:
-        last, before = cause(details), self.buffer.count_dropped("failed")
+        last, before = cause(details), self.buffer.dropped_for["failed"]
         self.counts["failed_samples"] += 1
         if task.eval:
             self._take_eval_failure(task, last, details)
             return
         if self.buffer.fail(task):
             self.dispatcher.queue.appendleft(task)
-        dropped = self.buffer.count_dropped("failed")
+        dropped = self.buffer.dropped_for["failed"]
         if dropped > before and dropped <= 5:  # the first few say enough; metrics have the count
             with tqdm.external_write_mode(file=sys.stderr):
                 print(f"dropped prompt {task.prompt}, which failed twice: {last}", file=sys.stderr)

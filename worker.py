@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import heapq
 import itertools
 import math
 import os
@@ -21,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
@@ -77,10 +78,14 @@ class Worker:
         self.calls = EnvCalls(spec.env, spec.threads)
         self.episodes: dict[RolloutTask, tuple[Episode, asyncio.Task]] = {}
         self.clear_results()
-        self.lanes, self.free_lanes = itertools.count(1), deque()  # of episodes, in the timeline
+        self.new_lanes()
         self.update = None  # a weight update that is waiting for its turn
         self.stopping = False
         self.sent_at = time.monotonic()
+
+    def new_lanes(self) -> None:
+        """Rows of the timeline, one an episode in progress: the lowest that is free."""
+        self.lanes, self.free_lanes = itertools.count(1), []
 
     def clear_results(self) -> None:
         """What there is to report, from now on."""
@@ -149,7 +154,7 @@ class Worker:
     def open(self, task: RolloutTask) -> Episode:
         limits = self.spec.limits_of(task)
         episode = Episode(task, self.env, self.engine, self.tokenizer, self.calls, limits)
-        episode.lane = self.free_lanes.popleft() if self.free_lanes else next(self.lanes)
+        episode.lane = heapq.heappop(self.free_lanes) if self.free_lanes else next(self.lanes)
         return episode
 
     async def run(self, episode: Episode) -> None:
@@ -179,7 +184,7 @@ class Worker:
         def ended(_) -> None:
             for episode in episodes:
                 episode.close()
-                self.free_lanes.append(episode.lane)
+                heapq.heappush(self.free_lanes, episode.lane)
                 self.episodes.pop(episode.task, None)
             self.wake.set()
 

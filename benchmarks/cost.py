@@ -68,7 +68,7 @@ def setting(axis: str, value: int) -> tuple[compare.Case, compare.Arm]:
 
 def scaling(args) -> None:
     """Print and draw seconds a step, and microseconds a trained token, along every axis."""
-    found: dict[str, dict[int, list[float]]] = {axis: {} for axis in AXES}
+    found: dict[str, dict[int, list[tuple]]] = {axis: {} for axis in AXES}
     with tempfile.TemporaryDirectory() as directory:
         args.out = Path(directory)
         bench = compare.Bench(args, [])
@@ -79,26 +79,35 @@ def scaling(args) -> None:
                     for value in values:
                         case, arm = setting(axis, value)
                         bar.set_postfix_str(case.name)
-                        seconds = bench.step_seconds(case, arm, repeat)
-                        found[axis].setdefault(value, []).append(seconds)
+                        run = bench.run(case, arm, repeat, bench.timed, seconds_and_tokens)
+                        found[axis].setdefault(value, []).append(run)
                         bar.update()
         finally:
             bar.close()
             bench.close()
     for axis, values in found.items():
-        for value, seconds in values.items():
+        for value, runs in values.items():
+            seconds, tokens = np.array(runs).T
             print(
                 f"{axis} {value}: {np.median(seconds):.3f} s a step "
-                f"({min(seconds):.3f}-{max(seconds):.3f})"
+                f"({min(seconds):.3f}-{max(seconds):.3f}), "
+                f"{1e6 * np.median(seconds / tokens):.0f} microseconds a trained token"
             )
     draw(found, args.figure)
 
 
-def draw(found: dict[str, dict[int, list[float]]], target: Path) -> None:
+def seconds_and_tokens(run: compare.Measured) -> tuple[float, float]:
+    """Of a step in the middle of the run: its seconds, and the tokens that it trains on."""
+    rows = [row for row in run.log.rows if "step" in row][compare.WARM : -compare.TAIL]
+    return compare.middle(run), float(np.mean([row["tokens"] for row in rows]))
+
+
+def draw(found: dict[str, dict[int, list[tuple]]], target: Path) -> None:
     from figures import finish, plt  # matplotlib, only here
 
     figure, axes = plt.subplots(1, len(found), figsize=(14, 3.4))
-    for axis, (name, values) in zip(axes, found.items(), strict=True):
+    for axis, (name, runs) in zip(axes, found.items(), strict=True):
+        values = {value: [seconds for seconds, _ in of] for value, of in runs.items()}
         x, medians = list(values), [np.median(seconds) for seconds in values.values()]
         axis.plot(x, medians, "o-")
         axis.fill_between(
@@ -118,20 +127,27 @@ def draw(found: dict[str, dict[int, list[float]]], target: Path) -> None:
 
 
 def answer_at_once(conn, spec: WorkerSpec) -> None:
-    """A rollout process without an engine: every task comes back at once, 128 to a message."""
+    """A rollout process without an engine: every task comes back at once, 8 to a message, as after
+    an engine step. Each sample has arrays of its own: pickle sends what is shared only once."""
     version, ids = -1, np.arange(TOKENS, dtype=np.int32)
     mask, logprobs = np.ones(TOKENS, bool), np.zeros(TOKENS, np.float32)
     conn.send(("ready",))
     while True:
         kind, *args = conn.recv()
         if kind == "tasks":
-            versions = np.full(TOKENS, version, np.int32)
             samples = [
-                Sample(task, ids, mask, logprobs, versions, float(task.sample % 2))
+                Sample(
+                    task,
+                    ids.copy(),
+                    mask.copy(),
+                    logprobs.copy(),
+                    np.full(TOKENS, version, np.int32),
+                    float(task.sample % 2),
+                )
                 for task in args[0]
             ]
-            for i in range(0, len(samples), 128):
-                conn.send(("results", samples[i : i + 128], [], [], {"tokens": 1}, []))
+            for i in range(0, len(samples), 8):
+                conn.send(("results", samples[i : i + 8], [], [], {"tokens": 1}, []))
         elif kind == "update":
             conn.send(("paused", args[0]))
             conn.send(("loaded", args[0], [0.0]))

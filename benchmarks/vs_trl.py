@@ -25,8 +25,8 @@ neighbour. What others used meanwhile is therefore measured, and printed. OMP_WA
 before the command keeps TRL's threads from spinning, as train.py does for its own: try both, and
 compare with the faster TRL.
 
-Our step time is the difference of `wall_s` between steps (it leaves out the writing of metrics,
-measured at under 1 % of a step), TRL's the time between two `on_step_end`. The first `--skip` steps
+Our step time is the time between the beginnings of two steps (in trace.json), with all that is
+logged between them, TRL's the time between two `on_step_end`. The first `--skip` steps
 are warm-up; the last one is left out too, because nothing is generated beside it in ours. A run's
 number is the median of the rest.
 """
@@ -187,7 +187,11 @@ def run_ours(job: dict, skip: int, directory: Path) -> dict:
     rows = [row for row in rows if "step" in row]
     check_work("train.py", job["steps"], [row["samples"] for row in rows])
     kept = rows[skip:-1]
-    result = summarize([row["wall_s"] for row in rows], skip)
+    sys.path.insert(0, str(ROOT))
+    from timeline import read_trace
+
+    steps = [event for event in read_trace(run_dir / "trace.json") if event["name"] == "step"]
+    result = summarize([event["ts"] / 1e6 for event in steps], skip)
     for name, key in (PARTS | WORKER_PARTS).items():
         result[name] = statistics.fmean(row.get(key, 0.0) for row in kept)
     result["tokens"] = statistics.fmean(row["tokens"] for row in kept)

@@ -545,7 +545,7 @@ def test_filtering_is_hopeless_after_so_many_batches_worth_since_the_last_batch(
         complete(buffer, range(buffer.next_index), version)
         buffer.pop_batch()
         publish(buffer, version + 1)
-    assert buffer.count_dropped("filtered") == 6
+    assert buffer.dropped_for["filtered"] == 6
 
 
 # -- failures --------------------------------------------------------------------------------------
@@ -588,7 +588,7 @@ def test_failures_before_a_resume_are_no_reason_to_stop_after_it():
     known = {"first_index": 105, "dropped": dict.fromkeys([10, 20, 30, 40, 50], "failed")}
     buffer = make(batch_size=5, group_size=1, version=20, steps=40, progress=known)
     fail_twice(buffer, admit(buffer)[0])
-    assert buffer.count_dropped("failed") == 6
+    assert buffer.dropped_for["failed"] == 6
     assert not buffer.too_many_failed()  # 6 of the 106 groups that ended, and 1 since the resume
 
 

@@ -46,7 +46,7 @@ def test_every_case_of_a_sweep_is_a_task_of_its_own_length_or_latency():
         assert EnvConfig(env="grid", **case.flags).latency[:2] == (mean, mean)
 
 
-def test_every_arm_has_the_whole_machine():
+def test_every_arm_may_use_the_whole_machine_and_the_weakest_sync_does_not():
     naive, *arms = arms_of(2, [1.0, 2.0])
     assert naive.dispatcher is StaticSplit and naive.mode == "sync"
     sync = [arm for arm in arms if arm.mode == "sync"]
@@ -58,9 +58,8 @@ def test_every_arm_has_the_whole_machine():
 
 
 def test_only_steps_in_the_middle_of_a_run_are_timed():
-    walls = [10, 20, 30, 31, 32, 33, 34, 134, 234, 334]  # 3 before, 4 timed, 3 after
-    rows = [{"step": i, "wall_s": wall} for i, wall in enumerate(walls)]
-    assert middle(SimpleNamespace(log=SimpleNamespace(rows=[{"version": 0}, *rows]))) == 1.0
+    ends = [0, 10, 20, 30, 31, 32, 33, 34, 134, 234, 334]  # a start, 3 before, 4 timed, 3 after
+    assert middle(SimpleNamespace(ends=ends)) == 1.0
 
 
 def test_ratios_are_of_pairs_and_the_strongest_sync_is_the_quickest_in_the_median():
@@ -121,4 +120,7 @@ def test_a_comparison_on_addition(tmp_path):
     assert list(result["seconds"])[0] == "naive sync" and "async 1" in result["seconds"]
     assert all(value > 0 for values in result["seconds"].values() for value in values)
     assert len(result["curves"]["async 1"][0]) == 5  # at the start, and after every step
+    ((generation, training),) = result["alone"]
+    assert 0 < generation < 1.5 * min(result["seconds"]["sync 1x1+1"])
+    assert 0 < training < min(result["seconds"]["sync 1x1+1"])
     assert "strongest" in shown and (out / "compare.png").exists()
