@@ -191,6 +191,7 @@ class Engine:
             max_tokens=turn.max_tokens,
             seed=turn.seed,
             stop_token_ids=turn.stop_ids,
+            ignore_eos=not turn.stop_ids,  # a fixed length; else vLLM stops at the model's own EOS
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,

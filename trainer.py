@@ -309,7 +309,7 @@ class Trainer:
         with spans("forward"):
             logp, entropy = self.policy(packed, self.temperature, bool(algo.entropy_coef))  # [T]
         # What a correction leaves out is gone before a loss sees it: some average over a sample.
-        keep = torch.ones_like(logp, dtype=torch.bool) if piece.keep is None else piece.keep
+        keep = slice(None) if piece.keep is None else piece.keep.nonzero().flatten()  # [K]
         proximal = logp.detach() if piece.proximal is None else piece.proximal
         of_sample = advantages[packed.sample], rewards[packed.sample], packed.sample
         tokens = (logp, packed.behaviour, proximal, *of_sample)  # [T] each
@@ -329,15 +329,17 @@ class Trainer:
             ((loss * weight).sum() * self.cell.world).backward()
 
         def spread(values: Tensor) -> Tensor:  # [K] -> [T]
-            return torch.zeros_like(logp.detach()).masked_scatter(keep, values)
+            everywhere = torch.zeros_like(packed.behaviour)
+            everywhere[keep] = values
+            return everywhere
 
         return {
             "counts": torch.full_like(packed.behaviour, piece.counts),
-            "weighted_loss": spread(loss.detach() * weight),
+            "weighted_loss": spread((loss * weight).detach()),
             "entropy": entropy.detach(),
             "log_ratio": (logp - packed.behaviour).detach(),
             "clip": spread(cut),
-            "masked": (~keep).float(),
+            "masked": 1 - spread(torch.ones_like(cut)),
             "truncated": self._truncated(piece),
             "advantage": of_sample[0],
             "version": packed.versions,

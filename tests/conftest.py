@@ -24,6 +24,12 @@ class Hopeless(Addition):
     def reward(self, row, response):
         return 0.0
 
+class Exact(Odd):
+    """Responses of given lengths, longer than the model would make them."""
+    max_tokens = 12
+    def length(self, seed, turn):
+        return 8 + seed % 4
+
 class Short(Odd):
     """Three prompts: less than a batch."""
     def __init__(self, config, seed=0):

@@ -174,6 +174,11 @@ def test_dumped_batches_replay_to_the_same_weights_without_an_engine(worker, tmp
         train.Run(*train.parse([*flags, "--group_size", "8"]))
 
 
+def test_a_task_may_fix_the_length_of_every_turn(worker, tasks):
+    run = worker.train("--mode", "sync", env=f"{tasks}:Exact", steps=1)
+    assert [int(s.mask.sum()) for s in run.batch] == [8 + s.task.seed % 4 for s in run.batch]
+
+
 # -- data that has nothing to teach --------------------------------------------------------------
 
 
