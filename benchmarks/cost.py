@@ -117,6 +117,8 @@ def draw(found: dict[str, dict[int, list[tuple]]], target: Path) -> None:
             axis.plot(x, medians[0] * np.array(x) / x[0], ":", color="gray", label="linear")
             axis.set(xscale="log", yscale="log")
             axis.legend()
+        axis.set_xticks(x, x, minor=False)
+        axis.set_xticks([], minor=True)
         axis.set(
             xlabel=name, ylabel="seconds a step", ylim=(None if name != "workers" else 0, None)
         )
