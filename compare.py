@@ -371,6 +371,8 @@ def draw_sweep(sweeps: dict[str, dict], target: Path) -> Path:
             )
         axis.axhline(1, color="gray", linewidth=0.8)
         axis.set(xscale="log", xlabel=what, ylabel="strongest sync / async")
+        axis.set_xticks(values, [f"{value:g}" for value in values])
+        axis.set_xticks([], minor=True)
         axis.legend()
     return finish(figure, axes.flat, target)
 
