@@ -351,6 +351,8 @@ def draw(results: dict[str, dict], target: Path) -> Path:
         lines.set(xlabel="seconds", ylabel="held-out solve rate")
         if result.get("curves"):
             lines.legend()
+        else:
+            lines.set_visible(False)
     return finish(figure, axes.flat, target)
 
 
