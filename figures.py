@@ -51,13 +51,14 @@ def plot_reward(runs: list[Path], target: Path) -> Path:
             x = [at(row["step"]) for row in steps]
             axis.plot(x, rewards, color=color, alpha=0.25, linewidth=0.8)
             axis.plot(x, smooth, color=color, label=f"{run.name}: training")
-            axis.plot(
-                [at(row["version"]) for row in evals],
-                [row["eval/solve_rate"] for row in evals],
-                "o--",
-                color=color,
-                label=f"{run.name}: held out",
-            )
+            if evals:
+                axis.plot(
+                    [at(row["version"]) for row in evals],
+                    [row["eval/solve_rate"] for row in evals],
+                    "o--",
+                    color=color,
+                    label=f"{run.name}: held out",
+                )
     by_step.set(xlabel="step", ylabel="reward")
     by_time.set(xlabel="seconds (evaluation not counted)")
     by_step.legend(fontsize=8)
@@ -141,7 +142,8 @@ def plot_timeline(runs: list[Path], target: Path) -> Path:
     stale.xaxis.get_major_locator().set_params(integer=True)
     idle.set(ylabel="idle share", ylim=(0, 1))
     idle.set_xticks([0, 1], ["trainer", "rollout"])
-    length.set(xlabel="step", ylabel="tokens: mean, max (dotted), 5-95 %, 25-75 %")
+    length.set(xlabel="step", ylabel="tokens")
+    length.set_title("mean, max (dotted), 5-95 %, 25-75 %", fontsize=8)
     length.xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(target, dpi=120)
     plt.close(figure)

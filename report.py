@@ -292,15 +292,16 @@ def advise_run(rows: list[dict], config: dict) -> str:
     if not said.alpha:
         how = "sync, all processes in both phases"
     if measured <= said.seconds:
-        how = f"stay with this setting; the best bound is that of {how}"
+        how = f"stay with this setting, which is faster than what the bounds promise of {how}"
     bounds = ", ".join(
         f"alpha {alpha} {theory.best_async_bound(**sizes, alpha=alpha):.3f} s"
         for alpha in theory.ALPHAS[1:]
     )
     return "\n".join(
         [
-            f"advice: {how}, {said.seconds:.3f} s a step; of sync {said.sync_seconds:.3f} s "
-            f"(measured: {measured:.3f} s at alpha {config['alpha']:g}; staleness is not weighed)",
+            f"advice: {how}, at most {said.seconds:.3f} s a step; of sync "
+            f"{said.sync_seconds:.3f} s (measured: {measured:.3f} s at alpha "
+            f"{config['alpha']:g}; staleness is not weighed)",
             f"measured: a sample takes a worker {1e3 * sizes['mean']:.2f} ms to generate and a "
             f"trainer {1e3 * sizes['train']:.2f} ms, the longest {sizes['longest']:.3f} s",
             f"bounds at the best split, of whole processes or not: {bounds}; greatest speed-up "

@@ -59,8 +59,8 @@ def async_bound(samples, workers, mean, longest, train, beta, alpha, epochs: flo
     beta K, max{(N mu + K L / (1 + alpha)) / ((1 - beta) K), E N mu_t / (beta K)} seconds a step.
 
     It takes both phases as independent, alpha > 0. A batch is first generated and then trained on,
-    within 1 + alpha steps, so where both take about as long a step may take longer: this project's
-    own loop is above this bound in some instances, and never above `pipeline_bound`."""
+    within 1 + alpha steps, so where both take about as long a step can be a few per cent above it.
+    It is never above `pipeline_bound`."""
     generation = (samples * mean + workers * longest / (1 + alpha)) / ((1 - beta) * workers)
     return max(generation, epochs * samples * train / (beta * workers))
 

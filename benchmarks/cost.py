@@ -195,6 +195,8 @@ def owner(args) -> None:
 def publish(args) -> None:
     """Print, of finished runs, what a publish takes on both sides and its share of a step."""
     for run in args.runs:
+        if not (run / "config.json").exists():
+            sys.exit(f"cost.py: no config.json in {run}: not a run directory")
         config = json.loads((run / "config.json").read_text())
         steps = [row for row in read_rows(run / "metrics.jsonl") if "step" in row][2:]
         weights = max(run.glob("checkpoint-*/model.safetensors"))

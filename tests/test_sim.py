@@ -217,8 +217,8 @@ def random_run(rng, alpha):
 
 
 def check_bounds(seed, count):
-    """Returns how far above the paper's asynchronous bound the worst run is, as a ratio."""
-    rng, worst = random.Random(seed), 0.0
+    """Returns how many runs took longer a step than the paper's asynchronous bound."""
+    rng, above = random.Random(seed), 0
     for _ in range(count):
         result, sizes, trainers, steps = random_run(rng, 0)
         samples, workers, mean, longest, train = sizes
@@ -230,11 +230,13 @@ def check_bounds(seed, count):
         bound = theory.pipeline_bound(*sizes, trainers / workers, alpha)
         fill = samples * train / trainers  # the last batch is trained on when all is generated
         assert result.seconds <= (steps * bound + fill) * (1 + 1e-9)
+        # The paper's own takes generation and training as independent: it can be a little short.
         bound = theory.async_bound(*sizes, trainers / workers, alpha)
-        worst = max(worst, result.seconds / (steps * bound + fill))
-        if not train:  # nothing but generation, which is what the bound is exact about
+        above += result.step_seconds(alpha) > bound * (1 + 1e-9)
+        assert result.step_seconds(alpha) <= bound * 1.1
+        if not train:
             assert result.seconds <= steps * bound * (1 + 1e-9)
-    return worst
+    return above
 
 
 def test_simulated_time_is_never_above_the_bounds():
@@ -243,7 +245,7 @@ def test_simulated_time_is_never_above_the_bounds():
 
 @pytest.mark.slow
 def test_simulated_time_is_never_above_the_bounds_on_thousands():
-    assert 1 < check_bounds(seed=1, count=2000) < 1.2  # so `pipeline_bound` is needed, and is near
+    assert 0 < check_bounds(seed=1, count=1000) < 10  # 1,000 runs of each mode
 
 
 def test_the_best_split_found_by_simulation_is_near_beta_star():

@@ -138,7 +138,7 @@ def test_a_run_is_advised_by_the_times_that_it_measured():
     best = advise(**sizes)
     first, second, third = said.splitlines()
     assert f"alpha {best.alpha}, 1 rollout + 1 trainer processes" in first
-    assert f", {best.seconds:.3f} s a step; of sync {sync_bound(**sizes):.3f} s" in first
+    assert f", at most {best.seconds:.3f} s a step; of sync {sync_bound(**sizes):.3f} s" in first
     assert "measured: 2.640 s at alpha 1" in first
     assert "15.00 ms" in second and "10.00 ms, the longest 0.800 s" in second
     assert f"{max_speedup(**sizes):.2f}" in third
