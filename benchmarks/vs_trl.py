@@ -14,10 +14,10 @@ any build of torch will do, the one for CPUs is the smallest). `--trl_python` na
 The work of a step: 16 prompts x 8 samples of at most 8 tokens from the model `tiny` on the task
 `addition`, an exact-match reward, group-normalised advantages, and one AdamW update, in float32 on
 the CPU. Both sides get the same model directory and the same prompts in the same order. Ours is
-`train.py` as anyone would run it: asynchronous, alpha 1, one trainer and one rollout process, which
-take a core each. TRL generates with transformers, trains on all 128 samples in one pass, and has
-`--threads` threads (2: on a larger machine, run this under `taskset -c 0,1`). Gradient
-checkpointing, which it has on by default, is off: that would only slow it down here.
+`train.py`: asynchronous, alpha 1, one trainer and `--rollout_workers` rollout processes, each with
+one thread. TRL generates with transformers, trains on all 128 samples in one pass, and has
+`--threads` threads (2 cores for either side: on a larger machine, run this under `taskset -c 0,1`).
+Gradient checkpointing, which it has on by default, is off: that would only slow it down here.
 
 Other programs on the machine spoil the comparison, and not evenly: OpenMP threads that spin while
 they wait, which is the default and so what TRL gets, can become several times slower beside a busy
@@ -172,14 +172,15 @@ def make_job(steps: int, seed: int, threads: int) -> dict:
     return {"model": model, "rows": rows, "steps": steps, "seed": seed, "threads": threads}
 
 
-def run_ours(job: dict, skip: int, directory: Path) -> dict:
+def run_ours(job: dict, workers: int, skip: int, directory: Path) -> dict:
     """One run of train.py: seconds a step and their parts."""
     run_dir = directory / "run"
     flags = {
         "--mode": "async", "--alpha": 1, "--model": "tiny", "--env": "addition",
         "--steps": job["steps"], "--batch_size": GROUPS, "--group_size": GROUP_SIZE,
         "--max_tokens": MAX_TOKENS, "--learning_rate": LEARNING_RATE, "--temperature": 1.0,
-        "--rollout_workers": 1, "--eval_every": 0, "--seed": job["seed"], "--run_dir": run_dir,
+        "--rollout_workers": workers, "--eval_every": 0, "--seed": job["seed"],
+        "--run_dir": run_dir,
     }  # fmt: skip
     words = [str(word) for pair in flags.items() for word in pair]
     run([sys.executable, str(ROOT / "train.py"), *words], directory / "ours.log", {})
@@ -287,7 +288,7 @@ def compare(args: argparse.Namespace, job: dict) -> list[tuple[dict, dict]]:
     """Run the pairs; the side that begins alternates."""
     pairs = []
     sides = {
-        "ours": lambda directory: run_ours(job, args.skip, directory),
+        "ours": lambda directory: run_ours(job, args.rollout_workers, args.skip, directory),
         "TRL": lambda directory: run_trl(args.trl_python, job, args.skip, directory),
     }
     for number in range(args.pairs):
@@ -355,6 +356,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--skip", type=int, default=10, help="warm-up steps (default 10)")
     parser.add_argument("--threads", type=int, default=2, help="of TRL (default 2)")
     parser.add_argument(
+        "--rollout_workers", type=int, default=2, help="of ours, a thread each (default 2)"
+    )
+    parser.add_argument(
         "--seed", type=int, default=0, help="of prompts, sampling and model (default 0)"
     )
     parser.add_argument(
@@ -364,8 +368,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--trl-worker", nargs=2, type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if min(args.pairs, args.skip, args.threads) < 1 or args.steps < args.skip + 2:
-        parser.error("--pairs, --skip and --threads: at least 1; --steps: at least --skip + 2")
+    counts = args.pairs, args.skip, args.threads, args.rollout_workers
+    if min(counts) < 1 or args.steps < args.skip + 2:
+        parser.error(
+            "--pairs, --skip, --threads, --rollout_workers: at least 1; "
+            "--steps: at least --skip + 2"
+        )
     return args
 
 
