@@ -42,21 +42,16 @@ def share_prompts(samples: list[Sample], limit: int = PACK_LIMIT) -> list[list[i
     """Which samples go into one row: those of a group whose prompt is the same, in pieces that stay
     within `limit` tokens. Returns rows of indices; with limit 0 every sample has its own row."""
     rows: list[list[int]] = []
-    used = 0
+    used, group, shared = 0, None, None  # of the last row
     for i, sample in enumerate(samples):
-        prompt, first = prompt_of(sample), samples[rows[-1][0]] if rows else None
+        prompt = prompt_of(sample)
         tail = len(sample.ids) - len(prompt)
-        if (
-            first is not None
-            and first.task.group == sample.task.group
-            and used + tail <= limit
-            and np.array_equal(prompt_of(first), prompt)
-        ):
+        if sample.task.group == group and used + tail <= limit and np.array_equal(shared, prompt):
             rows[-1].append(i)
             used += tail
         else:
             rows.append([i])
-            used = len(sample.ids)
+            used, group, shared = len(sample.ids), sample.task.group, prompt
     return rows
 
 
@@ -97,17 +92,18 @@ def pack(samples: list[Sample], rows: list[list[int]]) -> Packed:
         ids[r, :p], positions[r, :p], segments[r, :p] = samples[row[0]].ids[:p], np.arange(p), 0
         start = p
         for segment, i in enumerate(row, 1):
-            tail, mask = samples[i].ids[p:], samples[i].mask[p:]
-            place = np.arange(start, start + len(tail))
-            ids[r, place], positions[r, place] = tail, np.arange(p, p + len(tail))
-            segments[r, place] = segment
-            before = np.concatenate([[p - 1], place])[:-1]  # the prompt's end predicts each first
-            predictors.append(r * longest + before[mask])
-            targets.append(tail[mask])
-            behaviour.append(samples[i].logprobs[p:][mask])
-            versions.append(samples[i].versions[p:][mask])
-            owner.append(np.full(int(mask.sum()), i))
-            start += len(tail)
+            tail, sampled = samples[i].ids[p:], np.flatnonzero(samples[i].mask[p:])
+            end = start + len(tail)
+            ids[r, start:end], positions[r, start:end] = tail, np.arange(p, p + len(tail))
+            segments[r, start:end] = segment
+            before = start + sampled - 1
+            before[sampled == 0] = p - 1  # the prompt's end predicts each first
+            predictors.append(r * longest + before)
+            targets.append(tail[sampled])
+            behaviour.append(samples[i].logprobs[p:][sampled])
+            versions.append(samples[i].versions[p:][sampled])
+            owner.append(np.full(len(sampled), i))
+            start = end
     attention = None
     if any(len(row) > 1 for row in rows):
         of, to = segments[:, None, :, None], segments[:, None, None, :]  # [N, 1, L, L]
