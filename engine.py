@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-import vllm._custom_ops
-from transformers import AutoConfig
 from vllm import EngineArgs, SamplingParams
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -35,7 +33,6 @@ from rollout import cut_buckets, join_weight_group
 from worker import WorkerSpec
 
 PROBE = "probe"  # request ids that start with this are scored alone
-SMALL = 256  # hidden size up to which torch's matmul beats vLLM's own on the CPU
 
 
 @dataclass
@@ -73,14 +70,9 @@ class BroadcastReceiver(WeightTransferEngine[GroupInfo, BucketInfo]):
         self.group = join_weight_group(
             info.host, info.port, rank, info.world_size, info.backend, self.timeout
         )
-        # Weights that are used as they were loaded can be copied over. Where vLLM has turned them
-        # into a form of its own (on the CPU the original is empty then) it has to load them anew.
-        originals = all(weight.numel() for weight in self.model.parameters())
-        self.in_place = self.device.type == "cpu" and originals
 
     def start_weight_update(self) -> None:
-        if not self.in_place:
-            initialize_layerwise_reload(self.model)
+        initialize_layerwise_reload(self.model)
 
     def receive_weights(self, info: BucketInfo) -> None:
         dtype = getattr(torch, info.dtype)
@@ -95,12 +87,11 @@ class BroadcastReceiver(WeightTransferEngine[GroupInfo, BucketInfo]):
             )
 
     def finish_weight_update(self) -> None:
-        if not self.in_place:
-            finalize_layerwise_reload(self.model, self.model_config)
+        finalize_layerwise_reload(self.model, self.model_config)
         head = getattr(self.model, "lm_head", None)
         if self.model_config.hf_config.tie_word_embeddings and head is not None:
-            # On the CPU a tied head may keep a packed copy of the old embedding: without this line
-            # the engine would go on sampling from the old weights.
+            # On the CPU a tied head keeps a packed copy of the old embedding: without this line
+            # the engine goes on sampling from the old weights and nothing says so.
             head.quant_method.process_weights_after_loading(head)
 
     def shutdown(self) -> None:
@@ -154,10 +145,6 @@ class Engine:
         on_cpu = not torch.cuda.is_available()
         limits = {"gpu_memory_utilization": spec.gpu_share}
         if on_cpu:
-            # oneDNN compiles for every new number of tokens, 1 ms a matrix, and packs all matrices
-            # again at every publish. From 576 on (8 to 40 % faster) it makes up for both.
-            config = AutoConfig.from_pretrained(spec.model).get_text_config()
-            vllm._custom_ops._supports_onednn &= config.hidden_size > SMALL
             # A prompt cut into chunks throws a sampled token away and rewinds the request's
             # generator, which CPU generators cannot do: let every prompt go in whole.
             limits = {
