@@ -356,7 +356,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--skip", type=int, default=10, help="warm-up steps (default 10)")
     parser.add_argument("--threads", type=int, default=2, help="of TRL (default 2)")
     parser.add_argument(
-        "--rollout_workers", type=int, default=2, help="of ours, a thread each (default 2)"
+        "--rollout_workers", type=int, default=1, help="of ours, a thread each (default 1)"
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="of prompts, sampling and model (default 0)"
