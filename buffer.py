@@ -127,6 +127,12 @@ class Sample:
     truncated: bool = False  # ended by a limit on tokens or turns, not by itself
     turns: tuple[tuple[int, int], ...] = ()  # where each turn's sampled tokens begin and end in ids
 
+    def __reduce__(self):
+        """Pickled with its arrays as bytes: NumPy's own form of them takes eight times as long."""
+        arrays = (self.ids, self.mask, self.logprobs, self.versions)
+        rest = (self.reward, self.truncated, self.turns)
+        return unpickle, (tuple(self.task), *(array.tobytes() for array in arrays), *rest)
+
     def staleness(self, version: int) -> int:
         """`version` less the lowest version of any sampled token; 0 if there is none."""
         return version - int(self.versions[self.mask].min(initial=version))
@@ -144,6 +150,18 @@ class Group:
         """Whether all rewards are equal, so that no sample is better than another."""
         rewards = [sample.reward for sample in self.samples.values()]
         return max(rewards) - min(rewards) <= 1e-8
+
+
+def unpickle(task: tuple, ids: bytes, mask: bytes, logprobs: bytes, versions: bytes, *rest):
+    """The sample that `Sample.__reduce__` took apart; its arrays are read-only."""
+    return Sample(
+        RolloutTask(*task),
+        np.frombuffer(ids, np.int32),
+        np.frombuffer(mask, bool),
+        np.frombuffer(logprobs, np.float32),
+        np.frombuffer(versions, np.int32),
+        *rest,
+    )
 
 
 class SampleBuffer:

@@ -4,6 +4,7 @@ import doctest
 import heapq
 import itertools
 import math
+import pickle
 import random
 import time
 from collections import Counter, deque
@@ -402,6 +403,23 @@ def test_staleness_counts_from_the_lowest_version_of_the_sampled_tokens():
 
 
 # -- batches: fifo and ready -----------------------------------------------------------------------
+
+
+def test_a_sample_is_the_same_after_it_was_sent_to_another_process():
+    sent = Sample(
+        RolloutTask(3, 1, 4, 1 << 60, eval=True), np.array([5, 6, 7], np.int32),
+        np.array([False, True, True]), np.array([0, -0.1, -0.2], np.float32),
+        np.array([-1, 8, 9], np.int32), 0.5, True, ((1, 3),),
+    )  # fmt: skip
+    received = pickle.loads(pickle.dumps(sent))
+    for name in Sample.__slots__:
+        was, now = getattr(sent, name), getattr(received, name)
+        assert type(was) is type(now)
+        if isinstance(was, np.ndarray):
+            assert was.dtype == now.dtype
+        assert np.array_equal(was, now)
+    assert received.staleness(10) == 2
+
 
 
 def test_fifo_waits_for_a_straggler():
