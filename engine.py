@@ -10,6 +10,7 @@ vLLM imports this module in every tensor-parallel worker because `Rank` is named
 
 import asyncio
 import itertools
+import time
 from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,15 +19,15 @@ import torch
 from vllm import EngineArgs, SamplingParams
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.inputs.engine import tokens_input
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine import EngineCoreRequest, FinishReason
+from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.executor import Executor
 
 from episode import Turn
 from rollout import cut_buckets, join_weight_group
@@ -108,6 +109,12 @@ class ProbeScheduler(Scheduler):
 
     _held = None
 
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if not self.kv_cache_manager.enable_caching:
+            # Nothing to reset, but it would walk all blocks at every update: 3 ms for 1 GiB.
+            self.kv_cache_manager.reset_prefix_cache = lambda: True
+
     def add_request(self, request) -> None:
         if request.request_id.startswith(PROBE):
             assert not self.running, "a probe needs an engine without running sequences"
@@ -172,8 +179,10 @@ class Engine:
             scheduler_cls="engine.ProbeScheduler",
             **limits,
         )
-        self.llm = LLMEngine.from_engine_args(args)
-        assert not self.llm.vllm_config.scheduler_config.async_scheduling
+        config = args.create_engine_config()
+        assert not config.scheduler_config.async_scheduling
+        # vLLM's core without the LLMEngine around it, which makes several objects of each token.
+        self.core = InprocClient(config, Executor.get_class(config), log_stats=False)
         self._ids = itertools.count()
         self.turns: dict[str, Running] = {}
         self.version = -1  # none until the first publish is committed
@@ -191,11 +200,7 @@ class Engine:
             max_tokens=turn.max_tokens,
             seed=turn.seed,
             stop_token_ids=turn.stop_ids,
-            ignore_eos=not turn.stop_ids,  # a fixed length; else vLLM stops at the model's own EOS
             logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA,
-            skip_clone=True,
         )
         await self.gate.wait()
         running = Running(turn, params, asyncio.get_running_loop().create_future())
@@ -208,13 +213,28 @@ class Engine:
 
     def _submit(self, running: Running) -> None:
         running.request = str(next(self._ids))
-        self.llm.add_request(running.request, tokens_input(running.turn.prompt), running.params)
+        self._add(running.request, running.turn.prompt, running.params)
         self.turns[running.request] = running
         self.wake.set()
 
+    def _add(self, request: str, prompt: list[int], params: SamplingParams) -> None:
+        self.core.add_request(
+            EngineCoreRequest(
+                request_id=request,
+                prompt_token_ids=prompt,
+                sampling_params=params,
+                arrival_time=time.time(),
+                mm_features=None,
+                pooling_params=None,
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            )
+        )
+
     def _forget(self, running: Running) -> None:
         if self.turns.pop(running.request, None):
-            self.llm.abort_request([running.request])
+            self.core.abort_requests([running.request])
 
     def step(self) -> int:
         """One prefill or decode step of all running sequences; returns how many tokens it made."""
@@ -222,18 +242,17 @@ class Engine:
         self.counts["engine_steps"] += 1
         self.counts["steps_below_cap"] += len(self.turns) < self.slots
         self.counts["slots_used"] += min(len(self.turns), self.slots)
-        for output in self.llm.step():
-            running, new = self.turns.get(output.request_id), output.outputs[0]
+        for output in self.core.get_output().outputs:
+            running = self.turns.get(output.request_id)
             if running is None or running.done.done():  # the probe's, or cancelled a moment ago
                 continue
             turn = running.turn
-            for token, position in zip(new.token_ids, new.logprobs, strict=True):
-                turn.ids.append(token)
-                turn.logprobs.append(position[token].logprob)
-                turn.versions.append(self.version)
-            made += len(new.token_ids)
+            turn.ids += output.new_token_ids
+            turn.logprobs += output.new_logprobs.logprobs[:, 0].tolist()  # column 0: the sampled
+            turn.versions += [self.version] * len(output.new_token_ids)
+            made += len(output.new_token_ids)
             if output.finished:
-                turn.truncated = new.finish_reason == "length"
+                turn.truncated = output.finish_reason == FinishReason.LENGTH
                 del self.turns[output.request_id]
                 running.done.set_result(None)
         self.counts["tokens"] += made
@@ -247,23 +266,21 @@ class Engine:
         """Receive and load the weights that the trainer is broadcasting. Running sequences go back
         to waiting with their tokens: their next step recomputes their KV cache. With `restart`
         the tokens of the turn in progress are dropped instead, and it starts again."""
-        self.llm.collective_rpc("start_weight_update")
-        self.llm.collective_rpc("update_weights", args=(bucket_info,))
-        self.llm.collective_rpc("finish_weight_update")
+        self.core.collective_rpc("start_weight_update")
+        self.core.collective_rpc("update_weights", args=(bucket_info,))
+        self.core.collective_rpc("finish_weight_update")
         if restart:
             for running in [running for running in self.turns.values() if running.turn.ids]:
                 turn = running.turn
                 self._forget(running)
                 del turn.ids[:], turn.logprobs[:], turn.versions[:]
                 self._submit(running)
-        self.llm.reset_prefix_cache(reset_running_requests=True)
+        self.core.reset_prefix_cache(reset_running_requests=True)
 
     def probe(self, ids: list[int]) -> list[float]:
         """Log-probabilities (raw, T = 1) of ids[1:] under the weights just loaded."""
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        self.llm.add_request("probe", tokens_input(ids), params)
+        self._add(PROBE, ids, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
         while True:
-            for output in self.llm.step():
+            for output in self.core.get_output().outputs:
                 if output.finished:
-                    scored = zip(ids[1:], output.prompt_logprobs[1:], strict=True)
-                    return [position[token].logprob for token, position in scored]
+                    return output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist()

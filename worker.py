@@ -106,7 +106,7 @@ class Worker:
             for task in args[0]:
                 self.cancel(task)
         elif kind == "join":
-            self.engine.llm.collective_rpc("init_weight_transfer_engine", args=args)
+            self.engine.core.collective_rpc("init_weight_transfer_engine", args=args)
             self.conn.send(("joined",))
         elif kind == "update":
             self.update = args

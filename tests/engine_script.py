@@ -50,7 +50,7 @@ class Driver:
         info = {"host": host, "port": store.port, "first_rank": 1, "world_size": 1 + ranks}
         info |= {"backend": "gloo", "timeout": 60.0}
         join = threading.Thread(
-            target=lambda: self.engine.llm.collective_rpc(
+            target=lambda: self.engine.core.collective_rpc(
                 "init_weight_transfer_engine", args=(info,)
             )
         )
@@ -130,7 +130,8 @@ async def main() -> dict:
     turn.cancel()
     await asyncio.gather(turn, return_exceptions=True)
     seen["two_updates"] = await two_updates(driver)
-    seen["after_abort"] = [len(driver.engine.turns), driver.engine.llm.has_unfinished_requests()]
+    scheduler = driver.engine.core.engine_core.scheduler
+    seen["after_abort"] = [len(driver.engine.turns), scheduler.has_unfinished_requests()]
     return seen
 
 
