@@ -16,6 +16,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
+import vllm._custom_ops
+from torch import Tensor
+from torch.nn.functional import linear, pad
+from transformers import AutoConfig
 from vllm import EngineArgs, SamplingParams
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -34,6 +38,8 @@ from rollout import cut_buckets, join_weight_group
 from worker import WorkerSpec
 
 PROBE = "probe"  # request ids that start with this are scored alone
+SMALL = 256  # hidden size up to which torch's matmul beats vLLM's own on the CPU
+ROWS = 16  # with fewer (three, here) torch's matmul may sum in another order than with many
 
 
 @dataclass
@@ -71,9 +77,14 @@ class BroadcastReceiver(WeightTransferEngine[GroupInfo, BucketInfo]):
         self.group = join_weight_group(
             info.host, info.port, rank, info.world_size, info.backend, self.timeout
         )
+        # Weights that are used as they were loaded can be copied over. Where vLLM has turned them
+        # into a form of its own (on the CPU the original is empty then) it has to load them anew.
+        originals = all(weight.numel() for weight in self.model.parameters())
+        self.in_place = self.device.type == "cpu" and originals
 
     def start_weight_update(self) -> None:
-        initialize_layerwise_reload(self.model)
+        if not self.in_place:
+            initialize_layerwise_reload(self.model)
 
     def receive_weights(self, info: BucketInfo) -> None:
         dtype = getattr(torch, info.dtype)
@@ -88,6 +99,8 @@ class BroadcastReceiver(WeightTransferEngine[GroupInfo, BucketInfo]):
             )
 
     def finish_weight_update(self) -> None:
+        if self.in_place:
+            return
         finalize_layerwise_reload(self.model, self.model_config)
         head = getattr(self.model, "lm_head", None)
         if self.model_config.hf_config.tie_word_embeddings and head is not None:
@@ -131,6 +144,22 @@ class ProbeScheduler(Scheduler):
 class Rank:
     """Mixed into vLLM's worker class: naming it makes every worker import this module."""
 
+    def use_torch_linear(self) -> None:
+        for layer in self.model_runner.model.modules():
+            if hasattr(layer, "cpu_linear"):
+                layer.cpu_linear = invariant_linear
+
+
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[T, in] to [T, out]; what comes out of a row does not depend on the others, to the last bit.
+
+    For torch's matmul that holds with one thread and enough rows (tests/test_engine.py).
+    """
+    rows = len(x)
+    if rows < ROWS:
+        x = pad(x, (0, 0, 0, ROWS - rows))
+    return linear(x, weight, bias)[:rows]
+
 
 WeightTransferEngineFactory.register_engine("broadcast", BroadcastReceiver)
 
@@ -152,6 +181,12 @@ class Engine:
         on_cpu = not torch.cuda.is_available()
         limits = {"gpu_memory_utilization": spec.gpu_share}
         if on_cpu:
+            # vLLM's matmul, oneDNN's, compiles for every new number of tokens, 1 ms a matrix, and
+            # packs all matrices again at every publish. From hidden size 576 on it makes up for
+            # both (8 to 40 % faster), and with several threads torch's depends on the batch.
+            hidden = AutoConfig.from_pretrained(spec.model).get_text_config().hidden_size
+            small = hidden <= SMALL and torch.get_num_threads() == spec.rollout.tensor_parallel == 1
+            vllm._custom_ops._supports_onednn &= not small
             # A prompt cut into chunks throws a sampled token away and rewinds the request's
             # generator, which CPU generators cannot do: let every prompt go in whole.
             limits = {
@@ -183,6 +218,8 @@ class Engine:
         assert not config.scheduler_config.async_scheduling
         # vLLM's core without the LLMEngine around it, which makes several objects of each token.
         self.core = InprocClient(config, Executor.get_class(config), log_stats=False)
+        if on_cpu and small:
+            self.core.collective_rpc("use_torch_linear")
         self._ids = itertools.count()
         self.turns: dict[str, Running] = {}
         self.version = -1  # none until the first publish is committed

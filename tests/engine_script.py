@@ -111,6 +111,24 @@ async def two_updates(driver: Driver) -> int:
     return sum(turn.done() for turn in turns)
 
 
+def linear_by_rows(worker) -> dict:
+    """Which function multiplies, and the layers and numbers of rows for which the first rows come
+    out otherwise than among 2,000."""
+    layers = worker.model_runner.model.named_modules()
+    layers = {name: layer for name, layer in layers if hasattr(layer, "cpu_linear")}
+    differ = []
+    for name, layer in layers.items():
+        width = getattr(layer, "input_size_per_partition", None) or layer.embedding_dim
+        x = torch.randn(2000, width)
+        whole = layer.cpu_linear(x, layer.weight, None)
+        for rows in (*range(1, 70), 127, 128, 129, 255, 256, 300, 511, 1000, 1999):
+            part = layer.cpu_linear(x[:rows].clone(), layer.weight, None)
+            if not torch.equal(part, whole[:rows]):
+                differ.append((name, rows))
+    names = {layer.cpu_linear.__name__ for layer in layers.values()}
+    return {"functions": sorted(names), "layers": len(layers), "differ": differ}
+
+
 PROBE = list(range(3, 40))
 
 
@@ -132,6 +150,7 @@ async def main() -> dict:
     seen["two_updates"] = await two_updates(driver)
     scheduler = driver.engine.core.engine_core.scheduler
     seen["after_abort"] = [len(driver.engine.turns), scheduler.has_unfinished_requests()]
+    seen["linear"] = driver.engine.core.collective_rpc(linear_by_rows)[0]
     return seen
 
 

@@ -17,13 +17,13 @@ from rollout import child_environment
 HERE = Path(__file__).parent
 
 
-def drive(name: str, tmp: Path, ranks: int) -> dict:
+def drive(name: str, tmp: Path, ranks: int, threads: int) -> dict:
     """Two random models of one shape, and what an engine did while it changed between them."""
     paths = []
     for seed in (0, 1):
         task = make_task(EnvConfig(env="addition"), seed)
         paths.append(resolve_model(name, task, "addition", tmp, 0))  # no warm-up: long responses
-    with child_environment(None, threads=1):
+    with child_environment(None, threads):
         subprocess.run(
             [sys.executable, HERE / "engine_script.py", *paths, str(ranks), tmp / "seen.json"],
             check=True, timeout=250, env=os.environ | {"PYTHONPATH": str(HERE.parent)},
@@ -36,14 +36,17 @@ def drive(name: str, tmp: Path, ranks: int) -> dict:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("tiny", 1), id="tied"),
-        pytest.param(("tiny-untied", 1), id="untied"),
-        pytest.param(("tiny", 2), id="tensor parallel", marks=pytest.mark.slow),
+        pytest.param(("tiny", 1, 2), id="tied, oneDNN"),
+        pytest.param(("tiny-untied", 1, 1), id="untied, torch"),
+        pytest.param(("tiny", 2, 1), id="tensor parallel", marks=pytest.mark.slow),
     ],
 )
 def seen(request, tmp_path_factory):
-    name, ranks = request.param
-    return drive(name, tmp_path_factory.mktemp("engine"), ranks)
+    name, ranks, threads = request.param
+    seen = drive(name, tmp_path_factory.mktemp("engine"), ranks, threads)
+    torchs = seen["linear"]["functions"] == ["invariant_linear"]
+    assert torchs == (ranks == threads == 1)  # each kind of matmul is tested
+    return seen
 
 
 @torch.no_grad()
@@ -90,3 +93,9 @@ def test_no_turn_is_lost_between_two_updates_in_a_row(seen):
 
 def test_a_cancelled_turn_leaves_nothing_in_the_engine(seen):
     assert seen["after_abort"] == [0, False]
+
+
+def test_a_matmul_does_not_depend_on_what_else_is_in_the_batch(seen):
+    """Else sync and async would sample different tokens from the same weights and seeds."""
+    assert seen["linear"]["layers"] >= 9
+    assert seen["linear"]["differ"] == []
