@@ -15,9 +15,11 @@ The work of a step: 16 prompts x 8 samples of at most 8 tokens from the model `t
 `addition`, an exact-match reward, group-normalised advantages, and one AdamW update, in float32 on
 the CPU. Both sides get the same model directory and the same prompts in the same order. Ours is
 `train.py`: asynchronous, alpha 1, one trainer and `--rollout_workers` rollout processes, each with
-one thread. TRL generates with transformers, trains on all 128 samples in one pass, and has
-`--threads` threads (2 cores for either side: on a larger machine, run this under `taskset -c 0,1`).
-Gradient checkpointing, which it has on by default, is off: that would only slow it down here.
+one thread; a weight update waits for running sequences (`--on_update drain`), since to finish four
+tokens costs less than to compute their KV cache again. TRL generates with transformers, trains on
+all 128 samples in one pass, and has `--threads` threads (2 cores for either side: on a larger
+machine, run this under `taskset -c 0,1`). Gradient checkpointing, which it has on by default, is
+off: that would only slow it down here.
 
 Other programs on the machine spoil the comparison, and not evenly: OpenMP threads that spin while
 they wait, which is the default and so what TRL gets, can become several times slower beside a busy
@@ -172,15 +174,15 @@ def make_job(steps: int, seed: int, threads: int) -> dict:
     return {"model": model, "rows": rows, "steps": steps, "seed": seed, "threads": threads}
 
 
-def run_ours(job: dict, workers: int, skip: int, directory: Path) -> dict:
+def run_ours(job: dict, workers: int, on_update: str, skip: int, directory: Path) -> dict:
     """One run of train.py: seconds a step and their parts."""
     run_dir = directory / "run"
     flags = {
         "--mode": "async", "--alpha": 1, "--model": "tiny", "--env": "addition",
         "--steps": job["steps"], "--batch_size": GROUPS, "--group_size": GROUP_SIZE,
         "--max_tokens": MAX_TOKENS, "--learning_rate": LEARNING_RATE, "--temperature": 1.0,
-        "--rollout_workers": workers, "--eval_every": 0, "--seed": job["seed"],
-        "--run_dir": run_dir,
+        "--rollout_workers": workers, "--on_update": on_update, "--eval_every": 0,
+        "--seed": job["seed"], "--run_dir": run_dir,
     }  # fmt: skip
     words = [str(word) for pair in flags.items() for word in pair]
     run([sys.executable, str(ROOT / "train.py"), *words], directory / "ours.log", {})
@@ -287,8 +289,9 @@ def trl_version(python: str) -> str:
 def compare(args: argparse.Namespace, job: dict) -> list[tuple[dict, dict]]:
     """Run the pairs; the side that begins alternates."""
     pairs = []
+    ours = job, args.rollout_workers, args.on_update, args.skip
     sides = {
-        "ours": lambda directory: run_ours(job, args.rollout_workers, args.skip, directory),
+        "ours": lambda directory: run_ours(*ours, directory),
         "TRL": lambda directory: run_trl(args.trl_python, job, args.skip, directory),
     }
     for number in range(args.pairs):
@@ -358,6 +361,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--rollout_workers", type=int, default=1, help="of ours, a thread each (default 1)"
     )
+    parser.add_argument(
+        "--on_update", choices=("resume", "restart", "drain"), default="drain",
+        help="what ours does with running sequences at a weight update (default drain)",
+    )  # fmt: skip
     parser.add_argument(
         "--seed", type=int, default=0, help="of prompts, sampling and model (default 0)"
     )
