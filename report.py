@@ -291,17 +291,19 @@ def advise_run(rows: list[dict], config: dict) -> str:
     how = f"alpha {said.alpha}, {said.rollout_workers} rollout + {said.trainers} trainer processes"
     if not said.alpha:
         how = "sync, all processes in both phases"
+    now = f"{measured:.3f} s at alpha {config['alpha']:g}"
+    promise = f"{how}, at most {said.seconds:.3f} s a step; of sync {said.sync_seconds:.3f} s"
     if measured <= said.seconds:
-        how = f"stay with this setting, which is faster than what the bounds promise of {how}"
+        advice = f"stay with this setting (measured: {now}). The bounds promise less: {promise}"
+    else:
+        advice = f"{promise} (measured: {now}; staleness is not weighed)"
     bounds = ", ".join(
         f"alpha {alpha} {theory.best_async_bound(**sizes, alpha=alpha):.3f} s"
         for alpha in theory.ALPHAS[1:]
     )
     return "\n".join(
         [
-            f"advice: {how}, at most {said.seconds:.3f} s a step; of sync "
-            f"{said.sync_seconds:.3f} s (measured: {measured:.3f} s at alpha "
-            f"{config['alpha']:g}; staleness is not weighed)",
+            f"advice: {advice}",
             f"measured: a sample takes a worker {1e3 * sizes['mean']:.2f} ms to generate and a "
             f"trainer {1e3 * sizes['train']:.2f} ms, the longest {sizes['longest']:.3f} s",
             f"bounds at the best split, of whole processes or not: {bounds}; greatest speed-up "

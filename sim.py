@@ -392,6 +392,8 @@ def draw(points: list[tuple], target: Path) -> None:
 def tables(names: list[str], scale: Scale) -> list[tuple]:
     """Print the table of each experiment as its rows come; returns the points of the figure."""
     points = []
+    if scale.quick:
+        print("--quick: fewer steps and settings, so other numbers than without it")
     for name in names:
         print(f"\n## {name}\n\n{inspect.getdoc(EXPERIMENTS[name])}\n")
         print(f"{describe(RATES[name])}\n")

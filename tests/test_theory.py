@@ -159,7 +159,8 @@ def test_a_second_worker_halves_what_each_does_but_not_what_a_sample_costs():
 def test_in_sync_each_side_counts_for_the_whole_machine():
     said = report.advise_run(rows(t_wait=0.96), {"rollout_workers": 1, "alpha": 0.0})
     # All of the machine takes 0.96 s to generate 64 samples and 0.64 s to train on them.
-    assert "of sync 2.400 s (measured: 1.600 s" in said and "30.00 ms" in said and "20.00" in said
+    assert "(measured: 1.600 s at alpha 0)" in said and "of sync 2.400 s" in said
+    assert "30.00 ms" in said and "20.00" in said
 
 
 def test_a_short_run_is_given_no_advice(tmp_path, capsys):
