@@ -27,9 +27,8 @@ def train(worker, tasks, name, *flags, prepare=lambda run: None, **settings):
 
 @pytest.mark.parametrize("name", ["Talk", "Threaded"])
 def test_a_sample_is_the_whole_episode_with_a_version_for_every_sampled_token(worker, tasks, name):
-    run, batches = train(
-        worker, tasks, name, "--alpha", "1", prepare=lambda run: slow_down(run, 0.1)
-    )
+    latency = "0.2,0.05"  # an episode takes longer than a train step: updates come in between
+    run, batches = train(worker, tasks, name, "--alpha", "1", env_latency=latency)
     games = make_task(EnvConfig(env=f"{tasks}:{name}"))
     eos, spans = run.tokenizer.eos_token_id, 0
     for version, batch in enumerate(batches):
