@@ -108,6 +108,9 @@ class RolloutTask(NamedTuple):
     eval: bool = False
 
 
+DTYPES = (np.int32, bool, np.float32, np.int32)  # of a sample's arrays, in their order
+
+
 @dataclass(slots=True, eq=False)
 class Sample:
     """One finished episode, as the engine saw it: nothing in it was ever re-tokenised.
@@ -131,7 +134,8 @@ class Sample:
         """Pickled with its arrays as bytes: NumPy's own form of them takes eight times as long."""
         arrays = (self.ids, self.mask, self.logprobs, self.versions)
         rest = (self.reward, self.truncated, self.turns)
-        return unpickle, (tuple(self.task), *(array.tobytes() for array in arrays), *rest)
+        bytes_of = (np.asarray(a, d).tobytes() for a, d in zip(arrays, DTYPES, strict=True))
+        return unpickle, (tuple(self.task), *bytes_of, *rest)
 
     def staleness(self, version: int) -> int:
         """`version` less the lowest version of any sampled token; 0 if there is none."""
@@ -154,14 +158,8 @@ class Group:
 
 def unpickle(task: tuple, ids: bytes, mask: bytes, logprobs: bytes, versions: bytes, *rest):
     """The sample that `Sample.__reduce__` took apart; its arrays are read-only."""
-    return Sample(
-        RolloutTask(*task),
-        np.frombuffer(ids, np.int32),
-        np.frombuffer(mask, bool),
-        np.frombuffer(logprobs, np.float32),
-        np.frombuffer(versions, np.int32),
-        *rest,
-    )
+    arrays = map(np.frombuffer, (ids, mask, logprobs, versions), DTYPES)
+    return Sample(RolloutTask(*task), *arrays, *rest)
 
 
 class SampleBuffer:

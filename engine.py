@@ -2,7 +2,8 @@
 
 `Engine` decodes turns and stamps every token with its version. Around it, what plugs into vLLM:
 the receiving half of a weight publish (`trainer.Publisher` is the sending half), and a scheduler
-that can score one sequence alone. Tested with vLLM 0.32.0, through its public extension points.
+that can score one sequence alone. Tested with vLLM 0.32.0; the core's client and the choice
+of a matmul on the CPU are its internals, everything else is a public extension point.
 
 vLLM imports this module in every tensor-parallel worker because `Rank` is named as its
 `worker_extension_cls`; importing it registers the receiver under the backend name "broadcast".
@@ -220,6 +221,7 @@ class Engine:
         self.core = InprocClient(config, Executor.get_class(config), log_stats=False)
         if on_cpu and small:
             self.core.collective_rpc("use_torch_linear")
+        self.vocabulary = config.model_config.get_vocab_size()
         self._ids = itertools.count()
         self.turns: dict[str, Running] = {}
         self.version = -1  # none until the first publish is committed
@@ -231,7 +233,13 @@ class Engine:
         self.gate.set()
 
     async def generate(self, turn: Turn) -> None:
-        """Decode one turn; survives weight updates, aborts when cancelled."""
+        """Decode one turn; survives weight updates, aborts when cancelled.
+
+        Raises ValueError without tokens, or for one that the model has no embedding of."""
+        if not turn.prompt:
+            raise ValueError("the prompt has no tokens")
+        if min(turn.prompt) < 0 or max(turn.prompt) >= self.vocabulary:
+            raise ValueError(f"the prompt has tokens outside the model's {self.vocabulary}")
         params = SamplingParams(
             temperature=self.temperature,
             max_tokens=turn.max_tokens,

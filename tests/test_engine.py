@@ -38,6 +38,7 @@ def drive(name: str, tmp: Path, ranks: int, threads: int) -> dict:
     params=[
         pytest.param(("tiny", 1, 2), id="tied, oneDNN"),
         pytest.param(("tiny-untied", 1, 1), id="untied, torch"),
+        pytest.param(("tiny", 1, 1), id="tied, torch", marks=pytest.mark.slow),
         pytest.param(("tiny", 2, 1), id="tensor parallel", marks=pytest.mark.slow),
     ],
 )
@@ -93,6 +94,11 @@ def test_no_turn_is_lost_between_two_updates_in_a_row(seen):
 
 def test_a_cancelled_turn_leaves_nothing_in_the_engine(seen):
     assert seen["after_abort"] == [0, False]
+
+
+def test_a_token_that_the_model_does_not_have_is_refused(seen):
+    vocabulary = seen["models"][0].config.vocab_size
+    assert seen["unknown_token"] == f"the prompt has tokens outside the model's {vocabulary}"
 
 
 def test_a_matmul_does_not_depend_on_what_else_is_in_the_batch(seen):
