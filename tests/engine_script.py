@@ -150,10 +150,12 @@ async def main() -> dict:
     seen["two_updates"] = await two_updates(driver)
     scheduler = driver.engine.core.engine_core.scheduler
     seen["after_abort"] = [len(driver.engine.turns), scheduler.has_unfinished_requests()]
-    try:
-        await driver.engine.generate(Turn([1, driver.engine.vocabulary], 4, 0, []))
-    except ValueError as error:
-        seen["unknown_token"] = str(error)
+    seen["refused"] = []
+    for prompt in ([], [1, driver.engine.vocabulary], [-1, 1]):
+        try:
+            await driver.engine.generate(Turn(prompt, 4, 0, []))
+        except ValueError as error:
+            seen["refused"].append(str(error))
     seen["linear"] = driver.engine.core.collective_rpc(linear_by_rows)[0]
     return seen
 

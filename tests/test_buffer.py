@@ -421,7 +421,6 @@ def test_a_sample_is_the_same_after_it_was_sent_to_another_process():
     assert received.staleness(10) == 2
 
 
-
 def test_fifo_waits_for_a_straggler():
     buffer = make(batch_size=2, group_size=1, alpha=2)
     complete(buffer, admit(buffer)[1:])

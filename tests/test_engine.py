@@ -96,9 +96,10 @@ def test_a_cancelled_turn_leaves_nothing_in_the_engine(seen):
     assert seen["after_abort"] == [0, False]
 
 
-def test_a_token_that_the_model_does_not_have_is_refused(seen):
+def test_an_empty_prompt_or_one_with_unknown_tokens_is_refused(seen):
     vocabulary = seen["models"][0].config.vocab_size
-    assert seen["unknown_token"] == f"the prompt has tokens outside the model's {vocabulary}"
+    unknown = f"the prompt has tokens outside the model's {vocabulary}"
+    assert seen["refused"] == ["the prompt has no tokens", unknown, unknown]
 
 
 def test_a_matmul_does_not_depend_on_what_else_is_in_the_batch(seen):
