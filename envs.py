@@ -477,15 +477,15 @@ BUILT_IN: dict[str, type[Task]] = {
 }
 # Name or prefix -> the module (and class) that has it; imported only when asked for.
 ELSEWHERE = {
-    "grid": "games:Grid",
-    "frozenlake": "games:FrozenLake",
-    "guess": "games:Guess",
-    "gsm8k": "math_task:MathTask",
-    "math": "math_task:MathTask",
-    "textworld": "adapters:TextWorld",
-    "gem:": "adapters:Gem",
-    "textarena:": "adapters:TextArena",
-    "rg:": "adapters:ReasoningGym",
+    "grid": "tasks.games:Grid",
+    "frozenlake": "tasks.games:FrozenLake",
+    "guess": "tasks.games:Guess",
+    "gsm8k": "tasks.math:MathTask",
+    "math": "tasks.math:MathTask",
+    "textworld": "tasks.adapters:TextWorld",
+    "gem:": "tasks.adapters:Gem",
+    "textarena:": "tasks.adapters:TextArena",
+    "rg:": "tasks.adapters:ReasoningGym",
 }
 
 

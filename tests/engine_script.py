@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import Engine
 from envs import EnvConfig
 from episode import Limits, Turn
+from plumbing.engine import Engine
 from rollout import RolloutConfig, cut_buckets, join_weight_group, open_store
 from worker import WorkerSpec
 

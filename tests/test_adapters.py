@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-import adapters
-from adapters import OwnRandom, number
 from envs import EnvConfig, make_task
 from episode import check_reset, check_step
+from tasks import adapters
+from tasks.adapters import OwnRandom, number
 
-pytestmark = pytest.mark.slow  # where their packages are installed (requirements-envs.txt)
+pytestmark = pytest.mark.slow  # where their packages are installed (requirements/envs.txt)
 
 PACKAGE = {"gem": "gem", "textarena": "textarena", "textworld": "textworld", "rg": "reasoning_gym"}
 GEM, ARENA = "gem:game:GuessTheNumber-v0-easy", "textarena:GuessTheNumber-v0"
@@ -204,7 +204,7 @@ def test_a_task_with_too_few_questions_is_refused(monkeypatch):
 @pytest.mark.parametrize("name", [GEM, ARENA, "textworld", "rg:chain_sum"])
 def test_a_missing_package_is_named(name, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
-    with pytest.raises(ValueError, match=f"^env {name} needs: pip install .*requirements-envs.txt"):
+    with pytest.raises(ValueError, match=f"^env {name} needs: pip install .*requirements/envs.txt"):
         make_task(EnvConfig(env=name))
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 import yaml
 
-import models
 import train
 from algos import AlgoConfig
 from buffer import BufferConfig
 from envs import EnvConfig, make_task
+from plumbing import models
 from rollout import RolloutConfig, RolloutError
 from train import RunConfig, derive_seed, load_checkpoint, main, parse
 from trainer import STATE_FILE, TrainerConfig

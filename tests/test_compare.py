@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import compare
-from compare import CASES, SWEEPS, LongAnswer, arms_of, middle, ratio, reached
 from envs import EnvConfig, Row, make_task
-from mechanisms import StaticSplit
+from experiments import compare
+from experiments.compare import CASES, SWEEPS, LongAnswer, arms_of, middle, ratio, reached
+from experiments.mechanisms import StaticSplit
 
 HERE = Path(__file__).parent
 
@@ -112,7 +112,8 @@ def test_bad_input_is_one_line_and_code_2(argv, says, monkeypatch, capsys):
 def test_a_comparison_on_addition(tmp_path):
     out = tmp_path / "out"
     flags = ["addition", "--alphas", "1", "--repeats", "1", "--steps", "2", "--reward_steps", "4"]
-    command = [sys.executable, "compare.py", *flags, "--reward_seeds", "1", "--out", str(out)]
+    command = [sys.executable, "-m", "experiments.compare", *flags, "--reward_seeds", "1"]
+    command += ["--out", str(out)]
     shown = subprocess.run(
         [*command, "--batch_size", "4"], cwd=HERE.parent, check=True, text=True, capture_output=True
     ).stdout

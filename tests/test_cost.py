@@ -5,12 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-COST = Path(__file__).parent.parent / "benchmarks" / "cost.py"
+ROOT = Path(__file__).parent.parent
 
 
 def cost(*args: str) -> str:
+    command = [sys.executable, "-m", "experiments.cost", *args]
     return subprocess.run(
-        [sys.executable, COST, *args], check=True, text=True, stdout=subprocess.PIPE
+        command, cwd=ROOT, check=True, text=True, stdout=subprocess.PIPE
     ).stdout
 
 

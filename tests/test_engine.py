@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from envs import EnvConfig, make_task
-from models import resolve_model
+from plumbing.models import resolve_model
 from rollout import child_environment
 
 HERE = Path(__file__).parent

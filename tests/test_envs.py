@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envs import EnvConfig, Row, Task, arithmetic, make_task, prompt_order
-from math_task import MathTask, boxed, equivalent
+from tasks.math import MathTask, boxed, equivalent
 
 HUGE = r"\boxed{9^{9^{9^{9}}}}"  # takes longer to compute than anyone waits
 

@@ -9,7 +9,7 @@ import pytest
 from buffer import RolloutTask, derive_seed
 from envs import Env, EnvConfig, EnvTask, Latency, Row, Task, encode_reply
 from episode import EnvCalls, EnvError, Episode, Limits, Unwanted, run_episode, run_lockstep
-from models import byte_tokenizer
+from plumbing.models import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 EOS = TOKENIZER.eos_token_id

@@ -6,8 +6,8 @@ import pytest
 
 from envs import EnvConfig, EnvTask, make_task
 from episode import check_reset, check_step
-from games import MOVES, FrozenLake, Grid, Guess, distances
-from models import byte_tokenizer
+from plumbing.models import byte_tokenizer
+from tasks.games import MOVES, FrozenLake, Grid, Guess, distances
 
 GAMES = ["grid", "frozenlake", "guess"]
 

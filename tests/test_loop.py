@@ -12,7 +12,7 @@ from conftest import nested_or_apart, rows_of
 from safetensors.torch import load_file
 
 import train
-from timeline import read_trace
+from report.timeline import read_trace
 
 CLOCK = ("t_", "wall_s")  # keys that differ between identical runs
 

@@ -11,13 +11,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import mechanisms
-import parity
 import train
 from buffer import RolloutTask
 from envs import EnvConfig
-from mechanisms import PAIRS, FourTurns, Hard, HeavyTail, InRounds, StaticSplit, Unreplicated
-from parity import Arm
+from experiments import mechanisms, parity
+from experiments.mechanisms import (
+    PAIRS,
+    FourTurns,
+    Hard,
+    HeavyTail,
+    InRounds,
+    StaticSplit,
+    Unreplicated,
+)
+from experiments.parity import Arm
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -191,8 +198,9 @@ def test_parity_refuses_runs_that_were_made_with_other_flags(tmp_path, monkeypat
 @pytest.mark.timeout(400)
 def test_parity_can_be_interrupted_at_any_time_and_goes_on(tmp_path, tiny):
     """While vLLM starts, where nothing is whole, and between two runs."""
-    command = [sys.executable, "parity.py", "--model", tiny, "--alphas", "0,1", "--seeds", "1"]
-    command += ["--steps", "8", "--batch_size", "2", "--eval_prompts", "8", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "experiments.parity", "--model", tiny, "--alphas", "0,1"]
+    command += ["--seeds", "1", "--steps", "8", "--batch_size", "2", "--eval_prompts", "8"]
+    command += ["--out", str(tmp_path)]
     first = parity.run_dir(tmp_path, "addition", Arm("ppo", 0.0), 0) / parity.FLAGS
 
     def interrupted(when) -> str:

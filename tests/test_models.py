@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import models
 from envs import EnvConfig, Row, Task, encode_prompt, make_task
+from plumbing import models
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import sim
-import theory
 from buffer import BufferConfig
 from episode import Turn
-from mechanisms import StaticSplit
-from simulator import Load, Rates, Setting, SimEngine, SimEnv, VirtualLoop, simulate
+from experiments import sim
+from experiments.mechanisms import StaticSplit
+from experiments.simulator import Load, Rates, Setting, SimEngine, SimEnv, VirtualLoop, simulate
+from report import theory
 
 STEPS = Rates(decode_s=1.0, slots=2)  # a token a second, whatever runs beside it
 
@@ -369,7 +369,8 @@ def test_a_sample_on_128_gpus_costs_less_than_a_millisecond():
 
 @pytest.mark.slow
 def test_the_command_prints_a_table_and_draws_a_figure(tmp_path):
-    args = [sys.executable, "sim.py", "split", "--quick", "--figure", tmp_path / "sim.png"]
+    args = [sys.executable, "-m", "experiments.sim", "split", "--quick"]
+    args += ["--figure", tmp_path / "sim.png"]
     done = subprocess.run(args, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0 and "| 24 rollout + 16 train" in done.stdout
     assert (tmp_path / "sim.png").stat().st_size > 10_000

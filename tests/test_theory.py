@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-import report
-import theory
-from theory import advise, async_bound, best_async_bound, beta_star, max_speedup, sync_bound
+from report import log as report
+from report import theory
+from report.theory import advise, async_bound, best_async_bound, beta_star, max_speedup, sync_bound
 
 
 def list_schedule(times, workers):

@@ -10,10 +10,9 @@ from itertools import pairwise
 import pytest
 from conftest import nested_or_apart
 
-import figures
-import report
-import timeline
-from timeline import INSTANT, MAIN, Spans, TraceFile, join_decode, read_trace
+from report import figures, timeline
+from report import log as report
+from report.timeline import INSTANT, MAIN, Spans, TraceFile, join_decode, read_trace
 
 
 def engine_step(start, end, tokens=4):

@@ -17,13 +17,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import algos
-import models
-import packing
 import rollout
 import trainer as module
 from algos import AlgoConfig, Tokens
 from buffer import RolloutTask, Sample
-from packing import cut_micro_batches, pack, row_length, share_prompts
+from plumbing import models, packing
+from plumbing.packing import cut_micro_batches, pack, row_length, share_prompts
 from rollout import RolloutConfig
 from trainer import Cell, NonFiniteError, Trainer, TrainerConfig, whole
 

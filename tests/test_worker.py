@@ -13,7 +13,7 @@ import torch.multiprocessing as mp
 from buffer import RolloutTask
 from envs import EnvConfig
 from episode import Limits
-from models import byte_tokenizer
+from plumbing.models import byte_tokenizer
 from rollout import RolloutConfig
 from worker import Worker, WorkerSpec
 
@@ -91,7 +91,7 @@ def serving(tmp_path, monkeypatch):
     """A worker in a thread, and the owner's end of its pipe."""
     path = tmp_path / "slow_envs.py"
     path.write_text(ENVS)
-    monkeypatch.setitem(sys.modules, "engine", SimpleNamespace(Engine=FakeEngine))
+    monkeypatch.setitem(sys.modules, "plumbing.engine", SimpleNamespace(Engine=FakeEngine))
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: byte_tokenizer())
     mine, theirs = mp.Pipe()
     OPEN.append(mine)  # a worker whose pipe ends kills its process group: here, the tests

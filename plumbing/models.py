@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from envs import EnvConfig, EnvTask, Task, encode_prompt, encode_reply, make_task
 
-CACHE = Path(__file__).parent / ".cache" / "models"
+CACHE = Path(__file__).resolve().parent.parent / ".cache" / "models"
 
 
 class Preset(NamedTuple):

@@ -10,8 +10,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Patch
 
-from report import idle_shares, read_rows
-from timeline import read_trace
+from report.log import idle_shares, read_rows
+from report.timeline import read_trace
 
 WINDOW = 3  # steps of the slowest run that the timelines show
 COLORS = {

@@ -211,8 +211,8 @@ class Engine:
             use_tqdm_on_load=False,
             generation_config="vllm",  # not the model's own top_p, top_k: full support
             weight_transfer_config={"backend": "broadcast"},
-            worker_extension_cls="engine.Rank",
-            scheduler_cls="engine.ProbeScheduler",
+            worker_extension_cls="plumbing.engine.Rank",
+            scheduler_cls="plumbing.engine.ProbeScheduler",
             **limits,
         )
         config = args.create_engine_config()

@@ -1,7 +1,7 @@
 """Does asynchronous training end as good as synchronous training, from as many samples?
 
-    python parity.py --env grid --steps 80 --batch_size 16 --alphas 0,1,2 --seeds 3
-    python parity.py --env addition --losses ppo,tis --alphas 0,1,4 --seeds 4
+    python -m experiments.parity --env grid --steps 80 --batch_size 16 --alphas 0,1,2 --seeds 3
+    python -m experiments.parity --env addition --losses ppo,tis --alphas 0,1,4 --seeds 4
 
 Trains every combination of loss, alpha and seed (alpha 0 is synchronous training) and prints the
 held-out solve rate at the end, and the difference to synchronous training with the same loss and
@@ -26,7 +26,7 @@ import numpy as np
 import transformers
 
 import train
-from report import read_rows
+from report.log import read_rows
 
 # Student's t, 97.5 %, by degrees of freedom: of seeds there are few.
 T_975 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -170,7 +170,7 @@ def table(rows: list[dict]) -> str:
 
 def draw(args, trials: Trials, rows: list[dict], target: Path) -> Path:
     """Curves of the held-out solve rate (mean over seeds, band: their range), and differences."""
-    from figures import finish, plt  # matplotlib, only here
+    from report.figures import finish, plt  # matplotlib, only here
 
     losses = args.losses.split(",")
     figure, axes = plt.subplots(

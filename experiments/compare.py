@@ -1,9 +1,9 @@
 """Asynchronous against synchronous training, on the same cores or GPUs.
 
-    python compare.py                             all tasks: about an hour on two cores
-    python compare.py grid --repeats 5 --env_latency 0.3,0.3
-    python compare.py rlvr --reward_steps 100     and reward against wall time
-    python compare.py --sweep                     at which lengths and latencies it pays
+    python -m experiments.compare                             all tasks: about an hour on two cores
+    python -m experiments.compare grid --repeats 5 --env_latency 0.3,0.3
+    python -m experiments.compare rlvr --reward_steps 100     and reward against wall time
+    python -m experiments.compare --sweep                     at which lengths and latencies it pays
 
 Every arm has the whole machine. *Naive* sync is what the paper compares with, as far as is known:
 the batch is split over the workers beforehand, environments run in step, rewards after everything.
@@ -47,11 +47,11 @@ from tqdm import tqdm
 
 import train
 from envs import Addition, EnvConfig, Row, make_task
-from figures import finish, plot_timeline, plt
-from mechanisms import StaticSplit, lognormal
-from models import resolve_model
+from experiments.mechanisms import StaticSplit, lognormal
+from plumbing.models import resolve_model
+from report.figures import finish, plot_timeline, plt
+from report.timeline import spans
 from rollout import Dispatcher, Rollouts
-from timeline import spans
 
 WARM, TAIL = 3, 3  # steps before and after those that are timed: the pipeline fills and empties
 

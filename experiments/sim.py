@@ -1,10 +1,10 @@
 """The paper's experiments on a virtual clock, without its GPUs.
 
-    python sim.py                          every experiment: the paper's number, ours, the deviation
-    python sim.py scaling alpha --quick    some of them, over fewer steps
-    python sim.py --figure docs/sim.png    and a figure: speed-up over GPUs, alpha and split
-    python sim.py validate RUN_DIR...      finished runs against their simulation
-    python sim.py validate RUN_DIR --rates_of OTHER     from what another run has measured
+    bash launch.sh sim                          all: the paper's number, ours, the deviation
+    bash launch.sh sim scaling alpha --quick    some of them, over fewer steps
+    bash launch.sh sim --figure docs/sim.png    and a figure: speed-up over GPUs, alpha and split
+    bash launch.sh sim validate RUN_DIR...      finished runs against their simulation
+    bash launch.sh sim validate RUN_DIR --rates_of OTHER     from what another run has measured
 
 The scheduler is the program's own (`simulator.py`). What is assumed stands with each experiment and
 is printed with its table: rates follow from data sheets, and the paper does not give lengths, GPU
@@ -30,11 +30,11 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-import report
 from buffer import BufferConfig
-from mechanisms import StaticSplit, Unreplicated
+from experiments.mechanisms import StaticSplit, Unreplicated
+from experiments.simulator import Load, Rates, Setting, SimEnv, simulate
+from report import log as report
 from rollout import Dispatcher
-from simulator import Load, Rates, Setting, SimEnv, simulate
 
 # An 8B model on one GPU with 3.35 TB/s and 990 TFLOP/s (bf16), at 0.75 of the one and 0.4 of the
 # other: 16.4 GB of weights are read a decode step, 147 kB of KV cache a token; prefill takes
@@ -375,7 +375,7 @@ def describe(rates: Rates) -> str:
 
 def draw(points: list[tuple], target: Path) -> None:
     """Speed-up over each panel's x: `points` of (panel, curve, x, speed-up)."""
-    from figures import finish, plt
+    from report.figures import finish, plt
 
     panels = list(dict.fromkeys(panel for panel, *_ in points))
     figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.5), squeeze=False)

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-import theory
-from timeline import TraceFile, spans
+from report import theory
+from report.timeline import TraceFile, spans
 
 SAMPLES_A_STEP = 2  # written to samples.jsonl
 TRAINER_TIMES = ("wait", "train", "publish")  # what a trainer's time goes to
@@ -143,7 +143,7 @@ class Log:
 
     def summary(self) -> None:
         """The end of a run in a few lines, and its figure."""
-        from figures import plot_reward  # matplotlib, only here
+        from report.figures import plot_reward  # matplotlib, only here
 
         self.bar.close()
         figure = plot_reward([self.dir], self.dir / "reward.png")
@@ -360,7 +360,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.command == "advise":
         return print_advice(args.runs[0])
-    from figures import plot_reward, plot_timeline
+    from report.figures import plot_reward, plot_timeline
 
     for run in args.runs:
         if not read_rows(run / "metrics.jsonl"):

@@ -1,6 +1,6 @@
 """Environments and tasks of other packages, by name: gem:ID, textarena:ID, textworld, rg:TASK.
 
-They run offline, after `pip install --no-deps -r requirements-envs.txt`. What needs more than that
+They run offline, after `pip install --no-deps -r requirements/envs.txt`. What needs more than that
 (a download, a service, a second player) is refused when a run starts, and so is what returns no
 number as reward: some games of textarena 0.7.4 put a message there after a bad move.
 """
@@ -24,8 +24,8 @@ import numpy as np
 from envs import Env, EnvConfig, Row, Task, require
 
 LIMIT = 10.0  # the games known give 1.0 at most; far from that is a fault, not a score
-INSTALL = "--no-deps -r requirements-envs.txt"
-CACHE = Path(__file__).parent / ".cache" / "textworld"
+INSTALL = "--no-deps -r requirements/envs.txt"
+CACHE = Path(__file__).resolve().parent.parent / ".cache" / "textworld"
 LOCK = threading.Lock()  # the packages share state in a process: `random`, numpy's, parsers
 
 

@@ -1,9 +1,9 @@
 """What a step costs as work grows, and what the owner's thread and a publish cost.
 
-    python benchmarks/cost.py scaling               step time against batch, group, length, workers
-    python benchmarks/cost.py owner                 CPU time of the owner's thread, a sample
-    python benchmarks/cost.py publish RUN_DIR...    a publish and its share of the step, of runs
-    python benchmarks/cost.py memory                log-probabilities of a large vocabulary
+    python -m experiments.cost scaling               step time against batch, group, length, workers
+    python -m experiments.cost owner                 CPU time of the owner's thread, a sample
+    python -m experiments.cost publish RUN_DIR...    a publish and its share of the step, of runs
+    python -m experiments.cost memory                log-probabilities of a large vocabulary
 
 `scaling` trains the model tiny at alpha 1 on sums followed by dots (`compare.LongAnswer`), 16 x 8
 samples of median length 16 and one worker, and varies one of these at a time. `owner` replaces the
@@ -13,18 +13,17 @@ size of a process that computes log-probabilities and their gradient, less what 
 """
 
 import os
-import sys
-from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # see train.py: before torch is imported
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import argparse
 import json
 import math
 import resource
+import sys
 import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -34,12 +33,12 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 import algos
-import compare
 import rollout
 from buffer import BufferConfig, RolloutTask, Sample, SampleBuffer
 from envs import EnvConfig
 from episode import Limits
-from report import read_rows
+from experiments import compare
+from report.log import read_rows
 from worker import WorkerSpec
 
 TOKENS = 1000  # of a sample of `owner`
@@ -103,7 +102,7 @@ def seconds_and_tokens(run: compare.Measured) -> tuple[float, float]:
 
 
 def draw(found: dict[str, dict[int, list[tuple]]], target: Path) -> None:
-    from figures import finish, plt  # matplotlib, only here
+    from report.figures import finish, plt  # matplotlib, only here
 
     figure, axes = plt.subplots(1, len(found), figsize=(14, 3.4))
     for axis, (name, runs) in zip(axes, found.items(), strict=True):

@@ -159,7 +159,7 @@ def make_job(steps: int, seed: int, threads: int) -> dict:
     from transformers import AutoTokenizer
 
     from envs import EnvConfig, encode_prompt, make_task, prompt_order
-    from models import resolve_model
+    from plumbing.models import resolve_model
 
     if torch.cuda.is_available():
         raise BenchmarkError("this compares the two on the CPU; here train.py would use the GPU")
@@ -191,7 +191,7 @@ def run_ours(job: dict, workers: int, on_update: str, skip: int, directory: Path
     check_work("train.py", job["steps"], [row["samples"] for row in rows])
     kept = rows[skip:-1]
     sys.path.insert(0, str(ROOT))
-    from timeline import read_trace
+    from report.timeline import read_trace
 
     steps = [event for event in read_trace(run_dir / "trace.json") if event["name"] == "step"]
     result = summarize([event["ts"] / 1e6 for event in steps], skip)

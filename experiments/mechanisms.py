@@ -1,8 +1,8 @@
 """What each scheduling mechanism is worth here, against the naive form that it replaces.
 
-    python mechanisms.py                        all of them: about half an hour on two cores
-    python mechanisms.py envs redundancy        some of them
-    python mechanisms.py --repeats 7            more pairs
+    python -m experiments.mechanisms                    all of them: about half an hour on two cores
+    python -m experiments.mechanisms envs redundancy    some of them
+    python -m experiments.mechanisms --repeats 7        more pairs
 
 Every row of the table is a pair of arms that differ in one thing: the same model, the same engines
 (two rollout processes, kept alive throughout), the same seeds and so the same tokens. Weights are
@@ -33,9 +33,9 @@ from tqdm import tqdm
 import train
 from buffer import RolloutTask
 from envs import Env, EnvConfig, Row, Task
-from models import resolve_model
+from plumbing.models import resolve_model
+from report.timeline import spans
 from rollout import Dispatcher
-from timeline import spans
 
 WORKERS, SLOTS = 2, 32
 
