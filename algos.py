@@ -9,151 +9,44 @@ they belong to. Padding never appears, so no mask can be wrong.
     advantage  [T]  A, of the sample that the token belongs to
     reward     [T]  R, the same
     sample     [T]  which sample that is
-    weight     [T]  what the token counts for (`token_weights`); token-mean sums to 1 over a batch
 
 A policy loss returns its value for every token, and which tokens a bound of its acts on. sg(x) is x
 without gradient; r = pi / pi_b is the importance ratio. Ratios are taken against the *behaviour*
 policy. Against a policy that the trainer recomputes at the start of the step they would be 1 with
 one update a batch, and every clip and correction would do nothing.
 
+A new loss is a function here, with its flags beside its name:
+
+    @register(LOSSES, "mine", my_cap=flag(2.0, "largest weight", above=0))
+    def mine_loss(t, settings): ...              # --loss mine --my_cap 3, in --help and the docs
+
 docs/algorithms.md has them in one table, with a figure of each.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import Field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from plumbing.flags import flag
 
-@dataclass
-class AlgoConfig:
-    loss: str = field(
-        default="ppo",
-        metadata={
-            "help": "policy loss: pg, ppo, decoupled_ppo, tis, cispo, topr, wtopr, gspo, kimi"
-        },
-    )
-    advantage: str = field(
-        default="grpo", metadata={"help": "advantage: grpo, dr_grpo, rloo, reinforce_pp"}
-    )
-    aggregation: str = field(
-        default="token_mean",
-        metadata={
-            "help": "token_mean: all tokens count the same; sequence_mean: all samples do; "
-            "constant: tokens are summed and divided by a fixed length"
-        },
-    )
-    constant_length: int = field(
-        default=0, metadata={"help": "tokens, of aggregation constant; 0: the limit of an episode"}
-    )
-    clip_low: float = field(default=0.2, metadata={"help": "ratio is clipped below 1 - clip_low"})
-    clip_high: float = field(default=0.2, metadata={"help": "ratio is clipped above 1 + clip_high"})
-    dual_clip: float = field(
-        default=0.0,
-        metadata={
-            "help": "ppo, decoupled_ppo: the clipped loss of a bad token is at most this times "
-            "|A|; 0: no bound"
-        },
-    )
-    behaviour_cap: float = field(
-        default=2.0, metadata={"help": "decoupled_ppo: largest weight pi_prox / pi_b"}
-    )
-    tis_low: float = field(default=0.0, metadata={"help": "tis: smallest weight"})
-    tis_high: float = field(default=1.0, metadata={"help": "tis: largest weight"})
-    topr_positive: float = field(default=1.0, metadata={"help": "wtopr: weight where R > 0"})
-    topr_negative: float = field(default=0.5, metadata={"help": "wtopr: weight where R <= 0"})
-    cispo_low: float = field(
-        default=1.0, metadata={"help": "cispo: smallest weight is 1 - cispo_low; 1: no bound below"}
-    )
-    cispo_high: float = field(default=0.2, metadata={"help": "cispo: largest is 1 + cispo_high"})
-    gspo_low: float = field(default=3e-4, metadata={"help": "gspo: clip below 1 - gspo_low"})
-    gspo_high: float = field(default=4e-4, metadata={"help": "gspo: clip above 1 + gspo_high"})
-    kimi_tau: float = field(default=0.1, metadata={"help": "kimi: weight of the squared distance"})
-    correction: str = field(
-        default="none",
-        metadata={
-            "help": "on pi_prox / pi_b, with any loss: token_mask or sequence_mask (leave out what "
-            "lies outside of low..high), token_truncate or sequence_truncate (as a weight, cut)"
-        },
-    )
-    correction_low: float = field(default=0.5, metadata={"help": "lower bound of the correction"})
-    correction_high: float = field(default=2.0, metadata={"help": "upper bound of the correction"})
-    truncated: str = field(
-        default="train",
-        metadata={
-            "help": "samples that a limit on tokens or turns has ended: train on them, mask their "
-            "tokens (the reward still counts for the others of the group), or penalise: less reward"
-        },
-    )
-    truncated_penalty: float = field(
-        default=0.5, metadata={"help": "taken from the reward of truncated samples, if penalised"}
-    )
-    kl_coef: float = field(
-        default=0.0, metadata={"help": "weight of the KL to the initial model; 0: no such model"}
-    )
-    entropy_coef: float = field(default=0.0, metadata={"help": "weight of the entropy bonus"})
-
-    def __post_init__(self):
-        choices = {
-            "loss": LOSSES,
-            "advantage": ADVANTAGES,
-            "aggregation": AGGREGATIONS,
-            "correction": CORRECTIONS,
-            "truncated": ("train", "mask", "penalise"),
-        }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                value = getattr(self, name)
-                raise ValueError(f"--{name} is one of {', '.join(known)} (got {value})")
-        # Comparisons are written so that NaN is refused too.
-        if not (0 < self.clip_low < 1 and self.clip_high > 0):
-            raise ValueError("--clip_low lies between 0 and 1, --clip_high above 0")
-        if not (0 < self.cispo_low <= 1 and self.cispo_high > 0):
-            raise ValueError("--cispo_low lies above 0 and up to 1, --cispo_high above 0")
-        if not (0 < self.gspo_low < 1 and self.gspo_high > 0):
-            raise ValueError("--gspo_low lies between 0 and 1, --gspo_high above 0")
-        if not (self.dual_clip == 0 or self.dual_clip > 1):
-            raise ValueError(f"--dual_clip is 0 (off) or above 1 (got {self.dual_clip})")
-        for low, high in (("tis_low", "tis_high"), ("correction_low", "correction_high")):
-            if not 0 <= getattr(self, low) < getattr(self, high):
-                raise ValueError(f"--{low} lies between 0 and --{high}")
-        if not self.behaviour_cap > 0:
-            raise ValueError(f"--behaviour_cap must be above 0 (got {self.behaviour_cap})")
-        for name in (
-            "topr_positive", "topr_negative", "kimi_tau", "truncated_penalty", "kl_coef",
-            "entropy_coef", "constant_length",
-        ):  # fmt: skip
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"--{name} must be 0 or more (got {getattr(self, name)})")
+LOSSES: dict[str, Callable] = {}  # (Tokens, settings) -> loss [T], where a bound acts [T]
+ADVANTAGES: dict[str, Callable] = {}  # rewards [groups, n] -> advantages [groups, n]
+AGGREGATIONS: dict[str, Callable] = {}  # what a token counts for: see `token_weights`
+KINDS = {"loss": LOSSES, "advantage": ADVANTAGES, "aggregation": AGGREGATIONS}
 
 
-USED_BY = {  # flags that only some losses have
-    ("clip_low", "clip_high", "dual_clip"): ("ppo", "decoupled_ppo"),
-    ("behaviour_cap",): ("decoupled_ppo",),
-    ("tis_low", "tis_high"): ("tis",),
-    ("topr_positive", "topr_negative"): ("wtopr",),
-    ("cispo_low", "cispo_high"): ("cispo",),
-    ("gspo_low", "gspo_high"): ("gspo",),
-    ("kimi_tau",): ("kimi",),
-}
+def register(kind: dict[str, Callable], name: str, **flags: Field) -> Callable:
+    """Make a function known by its name on the command line, with its own flags."""
 
+    def add(function: Callable) -> Callable:
+        kind[name], function.flags = function, flags
+        return function
 
-def notes(config: AlgoConfig) -> list[str]:
-    """What is allowed, and probably not meant: flags that do nothing, a ratio that counts twice."""
-    plain, said = AlgoConfig(loss=config.loss), []
-    for names, losses in USED_BY.items():
-        for name in names:
-            if getattr(config, name) != getattr(plain, name) and config.loss not in losses:
-                said.append(f"--{name} does nothing with --loss {config.loss}")
-    if config.correction.endswith("truncate") and config.loss not in ("pg", "kimi"):
-        said.append(
-            f"--correction {config.correction} and --loss {config.loss} both weigh by the age of a "
-            "token: together they correct twice"
-        )
-    return said
+    return add
 
 
 class Tokens(NamedTuple):
@@ -167,9 +60,49 @@ class Tokens(NamedTuple):
     sample: Tensor  # int64
 
 
+# -- policy losses: per token, to be minimised; and the tokens that their bound acts on ------------
+
+
+@register(LOSSES, "pg")
+def pg_loss(t: Tokens, settings) -> tuple[Tensor, Tensor]:
+    """-A log pi: REINFORCE (Williams 1992). No ratio: stale data counts as if it were fresh."""
+    return -t.advantage * t.logp, torch.zeros_like(t.logp)
+
+
 def ratio(logp: Tensor, anchor: Tensor) -> Tensor:
     """exp(logp - anchor): in log space, and bounded so that nothing becomes infinite."""
     return (logp - anchor).clamp(-20, 20).exp()
+
+
+CLIP = dict(
+    clip_low=flag(0.2, "ratio is clipped below 1 - clip_low", above=0, below=1),
+    clip_high=flag(0.2, "ratio is clipped above 1 + clip_high", above=0),
+    dual_clip=flag(
+        0.0, "the clipped loss of a bad token is at most this times |A|; 0: no bound", least=0
+    ),
+)
+
+
+@register(LOSSES, "ppo", **CLIP)
+def ppo_loss(t: Tokens, settings) -> tuple[Tensor, Tensor]:
+    """-min(r A, clip(r, 1 - low, 1 + high) A), r = pi / pi_b.
+
+    PPO (arXiv 1707.06347); bounds apart as in DAPO (arXiv 2503.14476). With `dual_clip` c
+    (arXiv 1912.09729) the loss for A < 0 is at most c |A|.
+    Departure: r is against the behaviour policy, so the clip also bounds what stale samples do.
+    """
+    return clipped_surrogate(ratio(t.logp, t.behaviour), t.advantage, settings)
+
+
+def clipped_surrogate(r: Tensor, advantage: Tensor, settings) -> tuple[Tensor, Tensor]:
+    clipped = r.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    loss = -torch.minimum(r * advantage, clipped * advantage)
+    acts = clipped * advantage < r * advantage  # the clip took the gradient away
+    if settings.dual_clip:
+        bound = -settings.dual_clip * advantage
+        cut = (advantage < 0) & (loss > bound)
+        loss, acts = torch.where(cut, bound, loss), acts | cut
+    return loss, acts.float()
 
 
 def outside(r: Tensor, low: float, high: float) -> Tensor:
@@ -178,12 +111,132 @@ def outside(r: Tensor, low: float, high: float) -> Tensor:
     return ((r < low - 1e-4) | (r > high + 1e-4)).float()
 
 
+CAP = flag(2.0, "largest weight pi_prox / pi_b", above=0)
+
+
+@register(LOSSES, "decoupled_ppo", **CLIP, behaviour_cap=CAP)
+def decoupled_ppo_loss(t: Tokens, settings) -> tuple[Tensor, Tensor]:
+    """-sg(min(pi_prox / pi_b, cap)) min(u A, clip(u, 1 - low, 1 + high) A), u = pi / pi_prox.
+
+    Decoupled PPO (arXiv 2110.00641), as used in AReaL (arXiv 2505.24298): the clip is around where
+    this update begins, however old the samples are; the first factor corrects for their age.
+    Departures: that factor is truncated at `behaviour_cap` (it has no bound below); pi_prox is the
+    policy at the beginning of the batch, as in AReaL, where Hilton et al. average older ones.
+    """
+    rho, cap = ratio(t.proximal, t.behaviour).detach(), settings.behaviour_cap
+    loss, acts = clipped_surrogate(ratio(t.logp, t.proximal), t.advantage, settings)
+    return rho.clamp(max=cap) * loss, torch.maximum(acts, outside(rho, 0.0, cap))
+
+
+@register(
+    LOSSES, "tis",
+    tis_low=flag(0.0, "smallest weight", least=0),
+    tis_high=flag(1.0, "largest weight", above=0),
+)  # fmt: skip
+def tis_loss(t: Tokens, settings) -> tuple[Tensor, Tensor]:
+    """-sg(clip(r, low, high)) A log pi: truncated importance sampling, as ROLL's `tis`, which clips
+    to 0..1. The name is used elsewhere for weights between trainer and engine alone."""
+    r = ratio(t.logp, t.behaviour).detach()
+    weight = r.clamp(settings.tis_low, settings.tis_high)
+    return -weight * t.advantage * t.logp, outside(r, settings.tis_low, settings.tis_high)
+
+
+@register(
+    LOSSES, "cispo",
+    cispo_low=flag(1.0, "smallest weight is 1 - cispo_low; 1: no bound below", above=0, most=1),
+    cispo_high=flag(0.2, "largest weight is 1 + cispo_high", above=0),
+)  # fmt: skip
+def cispo_loss(t: Tokens, settings) -> tuple[Tensor, Tensor]:
+    """-sg(clip(r, 1 - low, 1 + high)) A log pi.
+
+    CISPO, MiniMax-M1 (arXiv 2506.13585): the weight is clipped, not the gradient, so that no
+    token is left out. As in the paper there is no lower bound, unless `cispo_low` is below 1 (ROLL
+    has 0.1: then bad tokens are pushed down at nearly full weight also when they are long gone).
+    Departure: r is against the behaviour policy.
+    """
+    r = ratio(t.logp, t.behaviour).detach()
+    low, high = 1 - settings.cispo_low, 1 + settings.cispo_high
+    return -r.clamp(low, high) * t.advantage * t.logp, outside(r, low, high)
+
+
+@register(LOSSES, "topr")
+def topr_loss(t: Tokens, settings) -> tuple[Tensor, Tensor]:
+    """-A log pi where R > 0, -sg(clip(r, 0, 1)) A log pi where R <= 0.
+
+    TOPR (arXiv 2503.14286): what is right is imitated, what is wrong is pushed away only as far as
+    it is still likely. Departures: per token, as in ROLL, where the paper's r is of the sequence;
+    the paper's factor is R, with R = 0 on the imitated side, where ours is A.
+    """
+    return tapered(t, 1.0, 1.0)
+
+
+@register(
+    LOSSES, "wtopr",
+    topr_positive=flag(1.0, "weight where R > 0", least=0),
+    topr_negative=flag(0.5, "weight where R <= 0", least=0),
+)  # fmt: skip
+def wtopr_loss(t: Tokens, settings) -> tuple[Tensor, Tensor]:
+    """TOPR with the two kinds of samples weighted: w+ where R > 0, w- where R <= 0 (ROLL Flash's
+    weighted TOPR; which weights the paper used is not known)."""
+    return tapered(t, settings.topr_positive, settings.topr_negative)
+
+
+def tapered(t: Tokens, positive: float, negative: float) -> tuple[Tensor, Tensor]:
+    r = ratio(t.logp, t.behaviour).detach()
+    right = t.reward > 0  # the reward itself, not the advantage
+    weight = torch.where(right, positive, negative * r.clamp(max=1.0))
+    return -weight * t.advantage * t.logp, ~right * outside(r, 0.0, 1.0)
+
+
 def sequence_mean(values: Tensor, sample: Tensor) -> Tensor:
     """The mean of each sample's tokens, at each of them, [T]."""
     size = int(sample.max()) + 1 if len(sample) else 0
     total = values.new_zeros(size).index_add(0, sample, values)
     count = values.new_zeros(size).index_add(0, sample, torch.ones_like(values))
     return (total / count.clamp(min=1))[sample]
+
+
+@register(
+    LOSSES, "gspo",
+    gspo_low=flag(3e-4, "ratio is clipped below 1 - gspo_low", above=0, below=1),
+    gspo_high=flag(4e-4, "ratio is clipped above 1 + gspo_high", above=0),
+)  # fmt: skip
+def gspo_loss(t: Tokens, settings) -> tuple[Tensor, Tensor]:
+    """-min(s A, clip(s, 1 - low, 1 + high) A), s = exp(mean over the sequence of log r).
+
+    GSPO (arXiv 2507.18071), eq. 5: one ratio a sequence, the geometric mean of its tokens'.
+    Departures: every token carries its sequence's value, so that --aggregation decides how those
+    of different lengths count (sequence_mean is the paper's); r is against the behaviour policy.
+    """
+    log_r = (t.logp - t.behaviour).clamp(-20, 20)
+    s = sequence_mean(log_r, t.sample).exp()
+    clipped = s.clamp(1 - settings.gspo_low, 1 + settings.gspo_high)
+    loss = -torch.minimum(s * t.advantage, clipped * t.advantage)
+    return loss, (clipped * t.advantage < s * t.advantage).float()
+
+
+@register(LOSSES, "kimi", kimi_tau=flag(0.1, "weight of the squared distance", least=0))
+def kimi_loss(t: Tokens, settings) -> tuple[Tensor, Tensor]:
+    """-A log pi + tau / 2 (log pi - log pi_b)^2.
+
+    Kimi k1.5 (arXiv 2501.12599), §2.3.2: the square holds the policy near the one that sampled.
+    Departures: per token, as in ROLL, where the paper squares the sequence's log-ratio; A is what
+    --advantage says, where the paper has R - mean (dr_grpo).
+    """
+    log_r = t.logp - t.behaviour
+    loss = -t.advantage * t.logp + settings.kimi_tau / 2 * log_r.square()
+    return loss, torch.zeros_like(loss)
+
+
+def kl_penalty(logp: Tensor, reference: Tensor) -> Tensor:
+    """Estimate of KL(pi || reference) that is never negative, per token: e^d - d - 1 with
+    d = log reference - log pi ("k3", Schulman 2020, "Approximating KL divergence").
+
+    As a value it is unbiased for tokens that pi itself has sampled. As a loss, and so used in GRPO,
+    its gradient is another one: that of KL(reference || pi), again for tokens of pi.
+    """
+    d = (reference - logp).clamp(-10, 10)
+    return d.expm1() - d  # e^d - 1 without the rounding that would make small ones negative
 
 
 # -- advantages: rewards [groups, n] -> advantages [groups, n] -----------------------------------
@@ -199,7 +252,8 @@ def centred(rewards: Tensor) -> Tensor:
     return torch.where(spread <= 1e-8, 0.0, rewards - rewards.mean(1, keepdim=True))
 
 
-def grpo_advantage(rewards: Tensor) -> Tensor:
+@register(ADVANTAGES, "grpo")
+def grpo_advantage(rewards: Tensor, settings) -> Tensor:
     """Group-relative: (R - mean of the group) / (standard deviation of the group + 1e-6).
 
     GRPO, DeepSeekMath (arXiv 2402.03300); unbiased standard deviation, as ROLL has it.
@@ -207,13 +261,15 @@ def grpo_advantage(rewards: Tensor) -> Tensor:
     return (centred(rewards) / (rewards.double().std(1, keepdim=True) + 1e-6)).float()
 
 
-def dr_grpo_advantage(rewards: Tensor) -> Tensor:
+@register(ADVANTAGES, "dr_grpo")
+def dr_grpo_advantage(rewards: Tensor, settings) -> Tensor:
     """R - mean of the group. Dr. GRPO (arXiv 2503.20783): dividing by the deviation favours
     questions that are nearly always, or nearly never, solved."""
     return centred(rewards).float()
 
 
-def rloo_advantage(rewards: Tensor) -> Tensor:
+@register(ADVANTAGES, "rloo")
+def rloo_advantage(rewards: Tensor, settings) -> Tensor:
     """R - mean of the others of the group: (R - mean) n / (n - 1).
 
     REINFORCE leave-one-out (arXiv 2402.14740): the baseline does not depend on the sample.
@@ -222,7 +278,8 @@ def rloo_advantage(rewards: Tensor) -> Tensor:
     return (centred(rewards) * n / (n - 1)).float()
 
 
-def reinforce_pp_advantage(rewards: Tensor) -> Tensor:
+@register(ADVANTAGES, "reinforce_pp")
+def reinforce_pp_advantage(rewards: Tensor, settings) -> Tensor:
     """(R - mean of the batch) / (standard deviation of the batch + 1e-6).
 
     REINFORCE++ (arXiv 2501.03262): normalised over the whole batch instead of the group.
@@ -232,148 +289,7 @@ def reinforce_pp_advantage(rewards: Tensor) -> Tensor:
     return (centred(whole) / (whole.std() + 1e-6)).reshape(rewards.shape).float()
 
 
-ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
-    "grpo": grpo_advantage,
-    "dr_grpo": dr_grpo_advantage,
-    "rloo": rloo_advantage,
-    "reinforce_pp": reinforce_pp_advantage,
-}
-
-
-# -- policy losses: per token, to be minimised; and the tokens that their bound acts on ------------
-
-
-def pg_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
-    """-A log pi: REINFORCE (Williams 1992). No ratio: stale data counts as if it were fresh."""
-    return -t.advantage * t.logp, torch.zeros_like(t.logp)
-
-
-def ppo_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
-    """-min(r A, clip(r, 1 - low, 1 + high) A), r = pi / pi_b.
-
-    PPO (arXiv 1707.06347); bounds apart as in DAPO (arXiv 2503.14476). With `dual_clip` c
-    (arXiv 1912.09729) the loss for A < 0 is at most c |A|.
-    Departure: r is against the behaviour policy, so the clip also bounds what stale samples do.
-    """
-    return clipped_surrogate(ratio(t.logp, t.behaviour), t.advantage, config)
-
-
-def clipped_surrogate(r: Tensor, advantage: Tensor, config: AlgoConfig) -> tuple[Tensor, Tensor]:
-    clipped = r.clamp(1 - config.clip_low, 1 + config.clip_high)
-    loss = -torch.minimum(r * advantage, clipped * advantage)
-    acts = clipped * advantage < r * advantage  # the clip took the gradient away
-    if config.dual_clip:
-        bound = -config.dual_clip * advantage
-        cut = (advantage < 0) & (loss > bound)
-        loss, acts = torch.where(cut, bound, loss), acts | cut
-    return loss, acts.float()
-
-
-def decoupled_ppo_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
-    """-sg(min(pi_prox / pi_b, cap)) min(u A, clip(u, 1 - low, 1 + high) A), u = pi / pi_prox.
-
-    Decoupled PPO (arXiv 2110.00641), as used in AReaL (arXiv 2505.24298): the clip is around where
-    this update begins, however old the samples are; the first factor corrects for their age.
-    Departures: that factor is truncated at `behaviour_cap` (it has no bound below); pi_prox is the
-    policy at the beginning of the batch, as in AReaL, where Hilton et al. average older ones.
-    """
-    rho, cap = ratio(t.proximal, t.behaviour).detach(), config.behaviour_cap
-    loss, acts = clipped_surrogate(ratio(t.logp, t.proximal), t.advantage, config)
-    return rho.clamp(max=cap) * loss, torch.maximum(acts, outside(rho, 0.0, cap))
-
-
-def tis_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
-    """-sg(clip(r, low, high)) A log pi: truncated importance sampling, as ROLL's `tis`, which clips
-    to 0..1. The name is used elsewhere for weights between trainer and engine alone."""
-    r = ratio(t.logp, t.behaviour).detach()
-    weight = r.clamp(config.tis_low, config.tis_high)
-    return -weight * t.advantage * t.logp, outside(r, config.tis_low, config.tis_high)
-
-
-def cispo_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
-    """-sg(clip(r, 1 - low, 1 + high)) A log pi.
-
-    CISPO, MiniMax-M1 (arXiv 2506.13585): the weight is clipped, not the gradient, so that no
-    token is left out. As in the paper there is no lower bound, unless `cispo_low` is below 1 (ROLL
-    has 0.1: then bad tokens are pushed down at nearly full weight also when they are long gone).
-    Departure: r is against the behaviour policy.
-    """
-    r = ratio(t.logp, t.behaviour).detach()
-    low, high = 1 - config.cispo_low, 1 + config.cispo_high
-    return -r.clamp(low, high) * t.advantage * t.logp, outside(r, low, high)
-
-
-def topr_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
-    """-A log pi where R > 0, -sg(clip(r, 0, 1)) A log pi where R <= 0.
-
-    TOPR (arXiv 2503.14286): what is right is imitated, what is wrong is pushed away only as far as
-    it is still likely. Departures: per token, as in ROLL, where the paper's r is of the sequence;
-    the paper's factor is R, with R = 0 on the imitated side, where ours is A.
-    """
-    return tapered(t, 1.0, 1.0)
-
-
-def wtopr_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
-    """TOPR with the two kinds of samples weighted: w+ where R > 0, w- where R <= 0 (ROLL Flash's
-    weighted TOPR; which weights the paper used is not known)."""
-    return tapered(t, config.topr_positive, config.topr_negative)
-
-
-def tapered(t: Tokens, positive: float, negative: float) -> tuple[Tensor, Tensor]:
-    r = ratio(t.logp, t.behaviour).detach()
-    right = t.reward > 0  # the reward itself, not the advantage
-    weight = torch.where(right, positive, negative * r.clamp(max=1.0))
-    return -weight * t.advantage * t.logp, ~right * outside(r, 0.0, 1.0)
-
-
-def gspo_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
-    """-min(s A, clip(s, 1 - low, 1 + high) A), s = exp(mean over the sequence of log r).
-
-    GSPO (arXiv 2507.18071), eq. 5: one ratio a sequence, the geometric mean of its tokens'.
-    Departures: every token carries its sequence's value, so that --aggregation decides how those
-    of different lengths count (sequence_mean is the paper's); r is against the behaviour policy.
-    """
-    log_r = (t.logp - t.behaviour).clamp(-20, 20)
-    s = sequence_mean(log_r, t.sample).exp()
-    clipped = s.clamp(1 - config.gspo_low, 1 + config.gspo_high)
-    loss = -torch.minimum(s * t.advantage, clipped * t.advantage)
-    return loss, (clipped * t.advantage < s * t.advantage).float()
-
-
-def kimi_loss(t: Tokens, config: AlgoConfig) -> tuple[Tensor, Tensor]:
-    """-A log pi + tau / 2 (log pi - log pi_b)^2.
-
-    Kimi k1.5 (arXiv 2501.12599), §2.3.2: the square holds the policy near the one that sampled.
-    Departures: per token, as in ROLL, where the paper squares the sequence's log-ratio; A is what
-    --advantage says, where the paper has R - mean (dr_grpo).
-    """
-    log_r = t.logp - t.behaviour
-    loss = -t.advantage * t.logp + config.kimi_tau / 2 * log_r.square()
-    return loss, torch.zeros_like(loss)
-
-
-LOSSES: dict[str, Callable[[Tokens, AlgoConfig], tuple[Tensor, Tensor]]] = {
-    "pg": pg_loss,
-    "ppo": ppo_loss,
-    "decoupled_ppo": decoupled_ppo_loss,
-    "tis": tis_loss,
-    "cispo": cispo_loss,
-    "topr": topr_loss,
-    "wtopr": wtopr_loss,
-    "gspo": gspo_loss,
-    "kimi": kimi_loss,
-}
-
-
-def kl_penalty(logp: Tensor, reference: Tensor) -> Tensor:
-    """Estimate of KL(pi || reference) that is never negative, per token: e^d - d - 1 with
-    d = log reference - log pi ("k3", Schulman 2020, "Approximating KL divergence").
-
-    As a value it is unbiased for tokens that pi itself has sampled. As a loss, and so used in GRPO,
-    its gradient is another one: that of KL(reference || pi), again for tokens of pi.
-    """
-    d = (reference - logp).clamp(-10, 10)
-    return d.expm1() - d  # e^d - 1 without the rounding that would make small ones negative
+ACROSS_PROMPTS = ("reinforce_pp",)  # those that need no second sample of a prompt
 
 
 # -- corrections: on how far the trainer's policy is from the one that sampled ---------------------
@@ -382,7 +298,7 @@ CORRECTIONS = ("none", "token_mask", "token_truncate", "sequence_mask", "sequenc
 
 
 def correct(
-    proximal: Tensor, behaviour: Tensor, sample: Tensor, config: AlgoConfig
+    proximal: Tensor, behaviour: Tensor, sample: Tensor, settings
 ) -> tuple[Tensor, Tensor]:
     """What to multiply a token's loss by, and whether it counts at all (then also in the
     denominator), both [T], from rho = pi_prox / pi_b: for a fresh token the mismatch of trainer and
@@ -394,50 +310,56 @@ def correct(
     pi_b of their own (pg, kimi): with the others it would correct twice.
     """
     log_rho = (proximal - behaviour).clamp(-20, 20)
-    if config.correction.startswith("sequence"):
+    if settings.correction.startswith("sequence"):
         log_rho = sequence_mean(log_rho, sample)
     rho, keep = log_rho.exp(), torch.ones_like(log_rho, dtype=torch.bool)
-    if config.correction.endswith("truncate"):
-        return rho.clamp(max=config.correction_high), keep
-    if config.correction.endswith("mask"):
-        keep = (rho >= config.correction_low) & (rho <= config.correction_high)
+    if settings.correction.endswith("truncate"):
+        return rho.clamp(max=settings.correction_high), keep
+    if settings.correction.endswith("mask"):
+        keep = (rho >= settings.correction_low) & (rho <= settings.correction_high)
     return torch.ones_like(rho), keep
+
+
+def truncated(factor: Tensor | None, behaviour: Tensor, settings) -> Tensor:
+    """Whether the correction cut a token's weight, [T]; `factor` is what `correct` made of it."""
+    if factor is None or not settings.correction.endswith("truncate"):
+        return torch.zeros_like(behaviour)
+    return (factor >= settings.correction_high).float()
 
 
 # -- aggregation ---------------------------------------------------------------------------------
 
 
-def token_mean(lengths: Tensor, tokens: float, samples: float, constant: int) -> Tensor:
+@register(AGGREGATIONS, "token_mean")
+def token_mean(lengths: Tensor, tokens: float, samples: float, settings) -> Tensor:
     """1 / (tokens of the batch): every token counts the same (DAPO, arXiv 2503.14476)."""
     return torch.full_like(lengths, 1.0 / max(tokens, 1.0))
 
 
-def sequence_mean_weights(lengths: Tensor, tokens: float, samples: float, constant: int) -> Tensor:
+@register(AGGREGATIONS, "sequence_mean")
+def sequence_mean_weights(lengths: Tensor, tokens: float, samples: float, settings) -> Tensor:
     """1 / (samples of the batch x length): every sample counts the same (GRPO, arXiv 2402.03300):
     a token of a long one counts less."""
     return 1.0 / (max(samples, 1.0) * lengths.clamp(min=1))
 
 
-def constant_weights(lengths: Tensor, tokens: float, samples: float, constant: int) -> Tensor:
+@register(
+    AGGREGATIONS, "constant",
+    constant_length=flag(0, "tokens to divide by; 0: the limit of an episode", least=0),
+)  # fmt: skip
+def constant_weights(lengths: Tensor, tokens: float, samples: float, settings) -> Tensor:
     """1 / (samples of the batch x a fixed length) (Dr. GRPO, arXiv 2503.20783)."""
-    return torch.full_like(lengths, 1.0 / (max(samples, 1.0) * constant))
-
-
-AGGREGATIONS: dict[str, Callable[[Tensor, float, float, int], Tensor]] = {
-    "token_mean": token_mean,
-    "sequence_mean": sequence_mean_weights,
-    "constant": constant_weights,
-}
+    return torch.full_like(lengths, 1.0 / (max(samples, 1.0) * settings.constant_length))
 
 
 def token_weights(
-    sample: Tensor, lengths: Tensor, tokens: float, samples: float, config: AlgoConfig
+    sample: Tensor, lengths: Tensor, tokens: float, samples: float, settings
 ) -> Tensor:
     """What each token's loss counts for, [T]. `lengths` [S] has the trained tokens of each sample;
     `tokens` and `samples` are counted over the whole minibatch, on all ranks, under the same mask:
     so the loss is the same however it is cut into micro-batches or spread over ranks."""
-    weigh = AGGREGATIONS[config.aggregation]
-    return weigh(lengths.float(), tokens, samples, config.constant_length)[sample]
+    weigh = AGGREGATIONS[settings.aggregation]
+    return weigh(lengths.float(), tokens, samples, settings)[sample]
 
 
 # -- log-probabilities ---------------------------------------------------------------------------

@@ -10,30 +10,19 @@ Words (all counts are of *groups*, the n samples of one prompt, or of one seed o
     admission    the moment a group may start; its place in that order is its admission index
     staleness    the version the trainer holds minus the lowest version of a sample's tokens
 
-Admission bounds staleness ahead of time, so that nothing finished is thrown away later: at version
-v at most (v + 1) * B + ceil(alpha * B) groups have been admitted and not dropped.  In `fifo` a
-batch is the B oldest groups that were not dropped, so a group admitted at version v is trained on
-at version v + ceil(alpha) at the latest.  At alpha = 0 this is synchronous training.
-
-    >>> buffer = SampleBuffer(BufferConfig(batch_size=2, group_size=1, alpha=0.5), steps=9)
-    >>> [group.index for group in buffer.admit()]           # (0 + 1) * 2 + ceil(0.5 * 2) = 3
-    [0, 1, 2]
-    >>> buffer.commit(1); [group.index for group in buffer.admit()]
-    [3, 4]
-
-In `ready` a batch is the first B groups that have finished: nobody waits for a straggler, but one
-that would be older than ceil(alpha) when it is trained on is dropped, so what is trained on leans
-towards what is quick.  A group leaves in one of two ways, trained on or dropped for one reason
-(filtered, failed, stale, redundant), and each drop makes room for the next prompt at once.
+Admission bounds staleness ahead of time, so that nothing finished is thrown away later. A group
+leaves in one of two ways, trained on or dropped for one reason (filtered, failed, stale,
+redundant), and each drop makes room for the next prompt at once.
 
 Paper: ROLL Flash (arXiv 2510.11345): asynchronous ratio, SampleBuffer, redundant rollouts, dynamic
 filtering.  Departures from its code: staleness is measured on the tokens of a sample, not taken
 from its start, and the losers of a race are cancelled instead of playing on unseen.
 """
 
-import heapq
+from __future__ import annotations
+
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -41,125 +30,57 @@ from typing import NamedTuple
 import numpy as np
 
 
-@dataclass
-class BufferConfig:
-    batch_size: int = field(
-        default=0, metadata={"help": "groups (prompts) a training batch; 0: the model's preset"}
-    )
-    group_size: int = field(default=8, metadata={"help": "samples a group, all of one prompt"})
-    alpha: float = field(
-        default=1.0,
-        metadata={"help": "asynchronous ratio: batches that generation may be ahead; 0 is sync"},
-    )
-    consume: str = field(
-        default="fifo",
-        metadata={
-            "help": "fifo: batches in order of admission, nothing is too old or passed over; "
-            "ready: whatever has finished, what gets too old is dropped",
-            "choices": ["fifo", "ready"],
-        },
-    )
-    redundant_samples: int = field(
-        default=0, metadata={"help": "more samples a group than needed: the first to finish win"}
-    )
-    redundant_groups: int = field(
-        default=0, metadata={"help": "more groups than needed (with --consume ready)"}
-    )
-    filter_groups: bool = field(
-        default=False,
-        metadata={"help": "drop groups whose rewards are all equal, and generate others at once"},
-    )
-    filter_limit: float = field(
-        default=10.0,
-        metadata={"help": "the run ends when so many batches' worth is filtered out for one batch"},
-    )
+def admission_limit(version: int, batch_size: int, alpha: float) -> int:
+    """How many groups may have been admitted, and not dropped, once every worker holds `version`.
 
-    def __post_init__(self):
-        if self.batch_size < 0:
-            raise ValueError(f"--batch_size must be 0 (preset) or more (got {self.batch_size})")
-        if self.group_size < 1:
-            raise ValueError(f"--group_size must be at least 1 (got {self.group_size})")
-        if not 0 <= self.alpha < math.inf:
-            raise ValueError(f"--alpha must be 0 or more (got {self.alpha}); 0 is synchronous")
-        if self.consume not in ("fifo", "ready"):
-            raise ValueError(f"--consume is fifo or ready (got {self.consume})")
-        if self.redundant_samples < 0 or self.redundant_groups < 0:
-            raise ValueError("--redundant_samples and --redundant_groups must be 0 or more")
-        if self.redundant_groups and self.consume != "ready":
-            raise ValueError("--redundant_groups is a race between groups: add --consume ready")
-        if self.filter_groups and self.group_size == 1:
-            raise ValueError("--filter_groups compares samples of a group: --group_size 2 or more")
-        if not self.filter_limit > 0:
-            raise ValueError(f"--filter_limit must be above 0 (got {self.filter_limit})")
+    One batch for the step that comes next, and alpha more that generation may be ahead. If batches
+    are taken in order of admission, a group that was admitted at version v is therefore trained on
+    at version v + ceil(alpha) at the latest. At alpha = 0 this is synchronous training.
 
-
-def derive_seed(*parts: int) -> int:
-    """A sampling seed that depends on all parts and on nothing else (31 bits)."""
-    return int(np.random.SeedSequence(parts).generate_state(1)[0] >> 1)
-
-
-class RolloutTask(NamedTuple):
-    """The unit of scheduling: one sample of one group. `group` is -1 for evaluation."""
-
-    group: int
-    sample: int
-    prompt: int  # which row of the task's data (`envs.prompt_order` of the admission index)
-    seed: int  # of the first turn; turn t > 0 samples with derive_seed(seed, t)
-    eval: bool = False
-
-
-DTYPES = (np.int32, bool, np.float32, np.int32)  # of a sample's arrays, in their order
-
-
-@dataclass(slots=True, eq=False)
-class Sample:
-    """One finished episode, as the engine saw it: nothing in it was ever re-tokenised.
-
-    ids, mask, logprobs and versions have one entry a token, [T]: prompt and environment tokens
-    have mask 0, logprob 0 and version -1; sampled tokens have mask 1, the behaviour policy's
-    log-probability (natural log, at the sampling temperature) and the weight version that made
-    them.
+    >>> [admission_limit(version, batch_size=2, alpha=0.5) for version in range(3)]
+    [3, 5, 7]
     """
-
-    task: RolloutTask
-    ids: np.ndarray  # int32 [T]
-    mask: np.ndarray  # bool [T]
-    logprobs: np.ndarray  # float32 [T]
-    versions: np.ndarray  # int32 [T]
-    reward: float
-    truncated: bool = False  # ended by a limit on tokens or turns, not by itself
-    turns: tuple[tuple[int, int], ...] = ()  # where each turn's sampled tokens begin and end in ids
-
-    def __reduce__(self):
-        """Pickled with its arrays as bytes: NumPy's own form of them takes eight times as long."""
-        arrays = (self.ids, self.mask, self.logprobs, self.versions)
-        rest = (self.reward, self.truncated, self.turns)
-        bytes_of = (np.asarray(a, d).tobytes() for a, d in zip(arrays, DTYPES, strict=True))
-        return unpickle, (tuple(self.task), *bytes_of, *rest)
-
-    def staleness(self, version: int) -> int:
-        """`version` less the lowest version of any sampled token; 0 if there is none."""
-        return version - int(self.versions[self.mask].min(initial=version))
+    return (version + 1) * batch_size + math.ceil(alpha * batch_size)
 
 
-@dataclass(slots=True, eq=False)
-class Group:
-    """The samples of one prompt, and how often each of them failed."""
-
-    index: int
-    samples: dict[int, Sample] = field(default_factory=dict)
-    failures: Counter = field(default_factory=Counter)
-
-    def without_signal(self) -> bool:
-        """Whether all rewards are equal, so that no sample is better than another."""
-        rewards = [sample.reward for sample in self.samples.values()]
-        return max(rewards) - min(rewards) <= 1e-8
+# -- consumption: which finished groups the next batch is made of (--consume) --------------------
 
 
-def unpickle(task: tuple, ids: bytes, mask: bytes, logprobs: bytes, versions: bytes, *rest):
-    """The sample that `Sample.__reduce__` took apart; its arrays are read-only."""
-    arrays = map(np.frombuffer, (ids, mask, logprobs, versions), DTYPES)
-    return Sample(RolloutTask(*task), *arrays, *rest)
+class Rule(NamedTuple):
+    """`order(buffer)`: the finished groups that may be trained on, in the order in which they are
+    taken. `expires`: whether it may pass over a group for so long that it becomes too old; then
+    what is older than ceil(alpha) is dropped, and the next prompt takes its place."""
+
+    order: Callable[[SampleBuffer], list[Group]]
+    expires: bool
+
+
+CONSUMPTION: dict[str, Rule] = {}
+
+
+def consumption(expires: bool) -> Callable:
+    """Make a rule known by the name of its function. It needs nothing outside of this file."""
+
+    def add(order: Callable) -> Callable:
+        CONSUMPTION[order.__name__] = Rule(order, expires)
+        return order
+
+    return add
+
+
+@consumption(expires=False)
+def fifo(buffer: SampleBuffer) -> list[Group]:
+    """In order of admission: a finished group waits for every older one, so a long answer is never
+    passed over in favour of short ones, and the bound holds by construction."""
+    oldest = next(iter(buffer.open), buffer.next_index)
+    return [buffer.finished[index] for index in sorted(buffer.finished) if index < oldest]
+
+
+@consumption(expires=True)
+def ready(buffer: SampleBuffer) -> list[Group]:
+    """Whatever has finished, the oldest first: nobody waits for a straggler, and what is trained on
+    leans towards what is quick."""
+    return [buffer.finished[index] for index in sorted(buffer.finished)]
 
 
 class SampleBuffer:
@@ -167,46 +88,64 @@ class SampleBuffer:
 
     `steps` bounds the run: never more than steps * B groups are admitted and kept. A resumed run
     starts at a version above 0 and with the `progress()` of the run that it goes on with.
+
+    >>> buffer = SampleBuffer(steps=9, batch_size=2, group_size=1, alpha=0.5)
+    >>> [group.index for group in buffer.admit()]
+    [0, 1, 2]
+    >>> buffer.commit(1); [group.index for group in buffer.admit()]
+    [3, 4]
     """
 
     def __init__(
         self,
-        config: BufferConfig,
         steps: int,
+        batch_size: int,
+        group_size: int,
+        alpha: float = 1.0,
+        consume: str = "fifo",
+        redundant_samples: int = 0,
+        redundant_groups: int = 0,
+        filter_groups: bool = False,
+        filter_limit: float = 10.0,
         version: int = 0,
         first_index: int = 0,
         dropped: dict[int, str] | None = None,
         trained: set[int] | None = None,
     ):
-        self.config = config
-        self.steps = steps
+        self.steps, self.batch_size, self.group_size = steps, batch_size, group_size
+        self.alpha, self.bound, self.rule = alpha, math.ceil(alpha), CONSUMPTION[consume]
+        self.redundant_samples, self.redundant_groups = redundant_samples, redundant_groups
+        self.filter_groups, self.filter_limit = filter_groups, filter_limit
         self.version = version  # committed on every worker
         self.trainer_version = version  # what the trainer holds: ahead while a publish is under way
         self.next_index = first_index
-        self.kept = version * config.batch_size  # admitted and not dropped, over the whole run
+        self.kept = version * batch_size  # admitted and not dropped, over the whole run
         self.popped = version  # batches handed out
         self.dropped = dict(dropped or {})  # reason, by admission index
         self.dropped_for = Counter(self.dropped.values())  # how many, by reason
         self.trained = set(trained or ())  # handed out ahead of an older group that is still open
         self.newly_dropped: list[int] = []  # since whoever logs them has emptied it
-        self.closed: list[int] = []  # groups that need no more samples but may have tasks running
+        self.closed: list[int] = []  # groups that need no more samples but may have tickets running
         self.lost = Counter()  # of finished samples thrown away as stale or redundant: see `_lose`
+        self.open: dict[int, Group] = {}  # admitted, not yet complete; in order of admission
+        self.finished: dict[int, Group] = {}  # complete, not yet handed out
         self._admitted = self._failed_since_start = 0  # by this run alone
         self._filtered_since_batch = 0
-        self._open: dict[int, Group] = {}  # admitted, not yet complete; in order of admission
-        self._order: deque[Group] = deque()  # fifo: admitted, not yet in `_complete`, in that order
-        self._complete: list[tuple[int, Group]] = []  # heap of what the next batches are taken from
 
     # -- admission -------------------------------------------------------------------------------
 
     @property
     def limit(self) -> int:
-        """Groups that may have been admitted and kept at this version."""
-        size = self.config.batch_size
-        ahead = (self.version + 1) * size + math.ceil(self.config.alpha * size)
-        if self.config.alpha or self.popped == self.version:  # in sync the race ends with the batch
-            ahead += self.config.redundant_groups
-        return min(ahead, self.steps * size)
+        """Groups that may have been admitted and kept by now."""
+        limit = admission_limit(self.version, self.batch_size, self.alpha)
+        if self.alpha or self.popped == self.version:  # in sync the race ends with the batch
+            limit += self.redundant_groups
+        return min(limit, self.steps * self.batch_size)
+
+    @property
+    def max_staleness(self) -> float:
+        """How old an episode may become before it is stopped."""
+        return self.bound if self.rule.expires else math.inf
 
     def admit(self) -> Iterator[Group]:
         """Open groups until the limit is reached."""
@@ -217,65 +156,59 @@ class SampleBuffer:
                 continue  # by the run that this one goes on with
             self.kept += 1
             self._admitted += 1
-            self._open[group.index] = group
-            if self.config.consume == "fifo":
-                self._order.append(group)
+            self.open[group.index] = group
             yield group
 
     # -- what happens to samples -----------------------------------------------------------------
 
-    def wants(self, task: RolloutTask) -> bool:
-        """Whether a result for this task is still of use (its group may have ended)."""
-        group = self._open.get(task.group)
-        return group is not None and task.sample not in group.samples
+    def wants(self, ticket: Ticket) -> bool:
+        """Whether a result for this ticket is still of use (its group may have ended)."""
+        group = self.open.get(ticket.group)
+        return group is not None and ticket.sample not in group.samples
 
     def add(self, sample: Sample) -> bool:
         """Take a finished sample; returns whether it completed its group. Unwanted ones are
         ignored: their group ended while they were on the way."""
-        if not self.wants(sample.task):
+        if not self.wants(sample.ticket):
             return False
-        group = self._open[sample.task.group]
-        group.samples[sample.task.sample] = sample
+        group = self.open[sample.ticket.group]
+        group.samples[sample.ticket.sample] = sample
         if self._is_stale([sample]):
             self.drop(group.index, "stale")
             return False
-        if len(group.samples) < self.config.group_size:
+        if len(group.samples) < self.group_size:
             return False
-        if self.config.filter_groups and group.without_signal():
+        if self.filter_groups and group.without_signal():
             self._filtered_since_batch += 1
             self.drop(group.index, "filtered")
             return False
-        del self._open[group.index]
-        if self.config.redundant_samples:
+        self.finished[group.index] = self.open.pop(group.index)
+        if self.redundant_samples:
             self.closed.append(group.index)  # the losers are to be stopped
-        if self.config.consume == "ready":
-            heapq.heappush(self._complete, (group.index, group))
-        self._advance()
         return True
 
-    def fail(self, task: RolloutTask) -> bool:
+    def fail(self, ticket: Ticket) -> bool:
         """Count a failed sample; returns whether it is to be tried again (once, with its seed).
         After a second failure only redundant samples can save the group; otherwise it is dropped,
         and the next prompt takes its place."""
-        if not self.wants(task):
+        if not self.wants(ticket):
             return False
-        group = self._open[task.group]
-        group.failures[task.sample] += 1
-        if group.failures[task.sample] < 2:
+        group = self.open[ticket.group]
+        group.failures[ticket.sample] += 1
+        if group.failures[ticket.sample] < 2:
             return True
-        if sum(count > 1 for count in group.failures.values()) > self.config.redundant_samples:
+        if sum(count > 1 for count in group.failures.values()) > self.redundant_samples:
             self._failed_since_start += 1
-            self.drop(task.group, "failed")
+            self.drop(ticket.group, "failed")
         return False
 
     def drop(self, index: int, reason: str) -> None:
         """Give up an open group. Its place goes to the next prompt, so no credit is lost."""
-        self._drop(self._open.pop(index), reason)
+        self._drop(self.open.pop(index), reason)
         self.closed.append(index)
-        self._advance()
 
     def drop_if_open(self, index: int, reason: str) -> None:
-        if index in self._open:
+        if index in self.open:
             self.drop(index, reason)
 
     def _drop(self, group: Group, reason: str) -> None:
@@ -297,44 +230,37 @@ class SampleBuffer:
         """Whether one of them would be older than ceil(alpha) if it were trained on now. By
         construction never true in fifo; what has not finished is judged by its worker, which knows
         the versions of its tokens."""
-        bound = math.ceil(self.config.alpha)
-        return self.config.consume == "ready" and any(
-            sample.staleness(self.trainer_version) > bound for sample in samples
+        return self.rule.expires and any(
+            sample.staleness(self.trainer_version) > self.bound for sample in samples
         )
 
     def too_many_failed(self) -> bool:
         """More than four groups failed, and more than half of all that ended: not bad luck."""
-        ended = self._admitted - len(self._open)
+        ended = self._admitted - len(self.open)
         return self._failed_since_start > 4 and 2 * self._failed_since_start > ended
 
     def hopeless(self) -> bool:
         """So many groups were filtered out since the last batch that no end is in sight."""
-        return self._filtered_since_batch >= self.config.filter_limit * self.config.batch_size
-
-    def _advance(self) -> None:
-        # Oldest first: a finished group waits for every older one, so a long answer is never
-        # passed over in favour of short ones.  Each group moves once: O(1) a group over the run.
-        while self._order and self._order[0].index not in self._open:
-            group = self._order.popleft()
-            if group.samples:  # empty: dropped
-                heapq.heappush(self._complete, (group.index, group))
+        return self._filtered_since_batch >= self.filter_limit * self.batch_size
 
     # -- batches ---------------------------------------------------------------------------------
 
     def batch_ready(self) -> bool:
-        return len(self._complete) >= self.config.batch_size
+        enough = len(self.finished) >= self.batch_size  # else the rule need not look at them
+        return enough and len(self.rule.order(self)) >= self.batch_size
 
     def pop_batch(self) -> list[Sample]:
-        """The B oldest groups (`ready`: of those that have finished), as B * n samples sorted by
-        (admission index, sample index)."""
+        """The first B groups of the rule's order, as B * n samples sorted by (admission index,
+        sample index)."""
         if not self.batch_ready():
             raise ValueError(f"no batch yet: waiting for {self.pending()}")
-        groups = [heapq.heappop(self._complete)[1] for _ in range(self.config.batch_size)]
+        batch = sorted(group.index for group in self.rule.order(self)[: self.batch_size])
+        groups = [self.finished.pop(index) for index in batch]
         self.popped += 1
         self._filtered_since_batch = 0
-        if self.config.alpha == 0:  # the batch is full: what is left has lost the race
+        if self.alpha == 0:  # the batch is full: what is left has lost the race
             self._drop_rest("redundant", lambda group: True)
-        self.trained.update(group.index for group in groups)
+        self.trained.update(batch)
         cursor = self.cursor()
         self.trained = {index for index in self.trained if index >= cursor}
         return [group.samples[i] for group in groups for i in sorted(group.samples)]
@@ -342,16 +268,14 @@ class SampleBuffer:
     def expect(self, version: int) -> None:
         """The trainer holds `version` from now on: drop what would be too old for its batches."""
         self.trainer_version = version
-        if self.config.consume == "ready":  # in fifo nothing is: no need to look at every group
+        if self.rule.expires:  # else nothing is: no need to look at every group
             self._drop_rest("stale", lambda group: self._is_stale(group.samples.values()))
 
     def _drop_rest(self, reason: str, condemned: Callable[[Group], bool]) -> None:
-        for group in [group for group in self._open.values() if condemned(group)]:
+        for group in [group for group in self.open.values() if condemned(group)]:
             self.drop(group.index, reason)
-        for _, group in [item for item in self._complete if condemned(item[1])]:
-            self._drop(group, reason)
-        self._complete = [item for item in self._complete if item[1].samples]
-        heapq.heapify(self._complete)
+        for group in [group for group in self.finished.values() if condemned(group)]:
+            self._drop(self.finished.pop(group.index), reason)
 
     def commit(self, version: int) -> None:
         """Every worker has loaded `version`: decoding may go on under it, and so may admission."""
@@ -360,7 +284,7 @@ class SampleBuffer:
         self.version = version
 
     def take_closed(self) -> list[int]:
-        """Groups that ended since the last call, for their running tasks to be cancelled."""
+        """Groups that ended since the last call, for their running tickets to be cancelled."""
         closed, self.closed = self.closed, []
         return closed
 
@@ -368,8 +292,7 @@ class SampleBuffer:
 
     def cursor(self) -> int:
         """The oldest admission index that has neither been handed out nor dropped."""
-        waiting = [self.next_index, *(index for index, _ in self._complete[:1])]
-        return min([*waiting, next(iter(self._open), self.next_index)])
+        return min([self.next_index, *list(self.open)[:1], *self.finished])
 
     def progress(self) -> dict:
         """Where a resumed run begins. What was in progress is generated again."""
@@ -380,10 +303,83 @@ class SampleBuffer:
     def pending(self) -> str:
         """What a waiting trainer is waiting for, for error messages and stall reports."""
         missing = [
-            f"{g.index}:{self.config.group_size - len(g.samples)}" for g in self._open.values()
+            f"{g.index}:{self.group_size - len(g.samples)}" for g in self.open.values()
         ]
         head = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
         return (
-            f"{len(self._complete)} of {self.config.batch_size} groups ready, {len(missing)} "
+            f"{len(self.rule.order(self))} of {self.batch_size} groups ready, {len(missing)} "
             f"in progress at version {self.version} (group:samples missing: {head or 'none'})"
         )
+
+
+# -- what is counted -----------------------------------------------------------------------------
+
+
+def derive_seed(*parts: int) -> int:
+    """A sampling seed that depends on all parts and on nothing else (31 bits)."""
+    return int(np.random.SeedSequence(parts).generate_state(1)[0] >> 1)
+
+
+class Ticket(NamedTuple):
+    """The unit of scheduling: the right to generate one sample of one group. `group` is the
+    admission index, -1 for evaluation."""
+
+    group: int
+    sample: int
+    prompt_id: int  # which row of the task's data (`envs.prompt_order` of the admission index)
+    seed: int  # of the first turn; turn t > 0 samples with derive_seed(seed, t)
+    eval: bool = False
+
+
+DTYPES = (np.int32, bool, np.float32, np.int32)  # of a sample's arrays, in their order
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One finished episode, as the engine saw it: nothing in it was ever re-tokenised.
+
+    ids, mask, logprobs and versions have one entry a token, [T]: prompt and environment tokens
+    have mask 0, logprob 0 and version -1; sampled tokens have mask 1, the behaviour policy's
+    log-probability (natural log, at the sampling temperature) and the weight version that made
+    them.
+    """
+
+    ticket: Ticket
+    ids: np.ndarray  # int32 [T]
+    mask: np.ndarray  # bool [T]
+    logprobs: np.ndarray  # float32 [T]
+    versions: np.ndarray  # int32 [T]
+    reward: float
+    truncated: bool = False  # ended by a limit on tokens or turns, not by itself
+    turns: tuple[tuple[int, int], ...] = ()  # where each turn's sampled tokens begin and end in ids
+
+    def __reduce__(self):
+        """Pickled with its arrays as bytes: NumPy's own form of them takes eight times as long."""
+        arrays = (self.ids, self.mask, self.logprobs, self.versions)
+        rest = (self.reward, self.truncated, self.turns)
+        bytes_of = (np.asarray(a, d).tobytes() for a, d in zip(arrays, DTYPES, strict=True))
+        return unpickle, (tuple(self.ticket), *bytes_of, *rest)
+
+    def staleness(self, version: int) -> int:
+        """`version` less the lowest version of any sampled token; 0 if there is none."""
+        return version - int(self.versions[self.mask].min(initial=version))
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The samples of one prompt, and how often each of them failed."""
+
+    index: int
+    samples: dict[int, Sample] = field(default_factory=dict)
+    failures: Counter = field(default_factory=Counter)
+
+    def without_signal(self) -> bool:
+        """Whether all rewards are equal, so that no sample is better than another."""
+        rewards = [sample.reward for sample in self.samples.values()]
+        return max(rewards) - min(rewards) <= 1e-8
+
+
+def unpickle(ticket: tuple, ids: bytes, mask: bytes, logprobs: bytes, versions: bytes, *rest):
+    """The sample that `Sample.__reduce__` took apart; its arrays are read-only."""
+    arrays = map(np.frombuffer, (ids, mask, logprobs, versions), DTYPES)
+    return Sample(Ticket(*ticket), *arrays, *rest)

@@ -1,6 +1,13 @@
-"""Tasks and environments: where prompts come from, what answers a response, how it is scored.
+"""Tasks, environments, and one episode: token in, token out.
 
-There are two kinds, and both are named on the command line, also from a file of yours:
+    reset ─▶ prompt ids ─▶ engine ─▶ sampled ids ─▶ decode ─▶ step ─▶ its text's ids ─▶ engine ...
+             mask 0                  mask 1                           mask 0
+
+Ids are never re-tokenised: what was sampled is kept verbatim, what the environment says is appended
+as ids, and a chat template is never rendered over turns that have been sampled. So one that
+rewrites history (drops earlier thinking) cannot change what is trained on.
+
+What is played is named on the command line, also from a file of yours:
 
     --env my_file.py:MyTask   a subclass of `Task`: rows with one response each, and a `reward`
     --env my_file.py:MyGame   a subclass of `Env`: `reset` and `step`, in text, over several turns
@@ -18,28 +25,43 @@ There are two kinds, and both are named on the command line, also from a file of
 
 Rewards may be any finite float; a run reports those of 1.0 and more as solved. What cannot be
 judged raises: a 0 in its place would teach the model that a right answer is wrong.
+
+Paper: ROLL Flash (arXiv 2510.11345): EnvManager, env-level asynchronous rollout, asynchronous
+reward. Departures from its code: a weight update keeps the tokens of a turn in progress, and every
+turn begins with a check that it is still wanted.
 """
 
 from __future__ import annotations
 
-import ast
 import asyncio
-import importlib.util
 import inspect
-import operator
+import math
 import random
-import re
-import sys
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import lru_cache
-from itertools import combinations
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+from buffer import Sample, Ticket, derive_seed
+from plumbing.calls import attempt
+from plumbing.chat import encode_prompt, encode_reply, stop_ids
+from plumbing.spans import spans
+
+
+async def run_episode(episode: Episode) -> Sample:
+    """One sample. *Env-level asynchronous rollout*: it waits for its own turns and steps, and for
+    nothing else; while its environment or reward is at work, its place in the engine serves others.
+    """
+    await episode.reset()
+    while not episode.over:
+        await episode.generate()
+        await episode.step()
+    return episode.sample()
+
+
+# -- what a task is ------------------------------------------------------------------------------
 
 
 class Row(NamedTuple):
@@ -47,82 +69,6 @@ class Row(NamedTuple):
 
     prompt: str
     answer: str
-
-
-def setting(default, text: str):
-    """A dataclass field with one line of help for its flag."""
-    return field(default=default, metadata={"help": text})
-
-
-@dataclass
-class EnvConfig:
-    """Settings of the task."""
-
-    env: str = setting(
-        "addition",
-        "addition, max3, countdown, gsm8k, math, rg:TASK; of several turns: grid, frozenlake, "
-        "guess, gem:ID, textarena:ID, textworld; or FILE.py:CLASS",
-    )
-    data: str | None = setting(None, "rows for gsm8k and math: JSONL file or hub data set[:config]")
-    env_timeout: float = setting(30.0, "seconds that one reward or one env step may take")
-    reward_procs: int = setting(1, "processes that check math answers, for each rollout worker")
-    env_latency: str = setting(
-        "",
-        "MEAN,STD: every env step takes max(0, N(mean, std)) seconds longer; with two more numbers "
-        "SHARE,FACTOR that share of the episodes is slower by that factor",
-    )
-
-    def __post_init__(self) -> None:
-        if not 0 < self.env_timeout < float("inf"):
-            raise ValueError(f"--env_timeout must be above 0 seconds (got {self.env_timeout})")
-        if self.latency.mean >= self.env_timeout:
-            raise ValueError(
-                f"--env_latency {self.env_latency}: most steps would take longer than "
-                f"--env_timeout {self.env_timeout:g} allows"
-            )
-        if self.reward_procs < 1:
-            raise ValueError(f"--reward_procs must be at least 1 (got {self.reward_procs})")
-
-    @property
-    def latency(self) -> Latency:
-        return Latency.parse(self.env_latency)
-
-
-class Latency(NamedTuple):
-    """How much longer an env step takes, in seconds: for teaching and benchmarks."""
-
-    mean: float = 0.0
-    std: float = 0.0
-    share: float = 0.0  # of the episodes that are slower ...
-    factor: float = 1.0  # ... by this factor
-
-    @classmethod
-    @lru_cache
-    def parse(cls, text: str) -> Latency:
-        if not text:
-            return cls()
-        try:
-            numbers = [float(part) for part in text.split(",")]
-        except ValueError:
-            numbers = []
-        # Written so that NaN is refused too.
-        fits = len(numbers) in (1, 2, 4) and all(0 <= x < float("inf") for x in numbers)
-        if not (fits and cls(*numbers).share <= 1):
-            raise ValueError(
-                f"--env_latency is MEAN,STD or MEAN,STD,SHARE,FACTOR in seconds (got {text})"
-            )
-        return cls(*numbers)
-
-    def draw(self, seed: int, turn: int) -> float:
-        """The wait before a step; depends on the arguments only."""
-        if not (self.mean or self.std):
-            return 0.0
-        slow = np.random.default_rng(seed).random() < self.share
-        wait = max(0.0, np.random.default_rng((seed, turn)).normal(self.mean, self.std))
-        return wait * self.factor if slow else wait
-
-
-# -- what a task is ------------------------------------------------------------------------------
 
 
 class Task:
@@ -139,8 +85,8 @@ class Task:
     train: Sequence[Row]
     test: Sequence[Row]  # held out, never trained on
 
-    def __init__(self, config: EnvConfig, seed: int = 0):
-        self.config, self.seed = config, seed
+    def __init__(self, config, seed: int = 0):
+        self.config, self.seed = config, seed  # the settings of the run: config.data, ...
 
     def reward(self, row: Row, response: str) -> float:
         """Score a response: its text without EOS, and with `stop` if that ended it.
@@ -179,6 +125,10 @@ class Task:
         return "the reward" if turn else "the prompt"
 
     @property
+    def latency(self) -> Latency:
+        return Latency.parse(self.config.env_latency)
+
+    @property
     def blocking_reset(self) -> bool:
         return False
 
@@ -190,55 +140,6 @@ class Task:
     def source(self) -> str:
         """The code that decides what the model `tiny` is warmed up on."""
         return sources(type(self), Task)
-
-
-def attempt(call, what: str, seconds: float | None) -> None:
-    """Call the user's code, for so many seconds at most. Raises ValueError, in one line, for
-    whatever it raises; an own ValueError stays as it is."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()
-        except BaseException as error:  # it is the user's code: an exit, too, is to be told
-            errors.append(error)
-
-    if seconds is None:
-        run()
-    else:
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(seconds)
-        if thread.is_alive():
-            raise ValueError(f"{what}: took longer than {seconds:g} s (--env_timeout)")
-    for error in errors:
-        if isinstance(error, ValueError | KeyboardInterrupt):
-            raise error
-        raise ValueError(" ".join(f"{what}: {type(error).__name__}: {error}".split())) from error
-
-
-def is_observation(said) -> bool:
-    """Whether this is what `reset` has to return: (text, info)."""
-    return isinstance(said, tuple) and len(said) == 2 and isinstance(said[0], str)
-
-
-def sources(cls: type, base: type) -> str:
-    """The code of a class and of what it inherits from, up to `base`."""
-    return "".join(inspect.getsource(c) for c in cls.__mro__ if c not in (base, *base.__mro__))
-
-
-class SingleTurn:
-    """A row of a task, as an environment of one step."""
-
-    def __init__(self, task: Task):
-        self.task = task
-
-    def reset(self, row: Row) -> tuple[str, dict]:
-        self.row = row
-        return row.prompt, {}
-
-    def step(self, response: str) -> tuple[str, float, bool, bool, dict]:
-        return "", self.task.reward(self.row, response), True, False, {}
 
 
 class Env:
@@ -255,7 +156,7 @@ class Env:
     blocking: bool = True  # run it in a thread (what is `async def` runs on a loop of its own)
     warmup_steps: int = 600
 
-    def __init__(self, config: EnvConfig):
+    def __init__(self, config):
         self.config = config
 
     def reset(self, seed: int) -> tuple[str, dict]:
@@ -289,7 +190,7 @@ class EnvTask(Task):
 
     train, test = range(512, 512 + 8192), range(512)
 
-    def __init__(self, env_class: type[Env], config: EnvConfig, seed: int = 0):
+    def __init__(self, env_class: type[Env], config, seed: int = 0):
         super().__init__(config, seed)
         self.env_class = env_class
         for name in ("max_turns", "max_tokens", "chat", "stop", "blocking", "warmup_steps"):
@@ -337,7 +238,23 @@ class EnvTask(Task):
         return sources(self.env_class, Env)
 
 
-# -- single-turn tasks ---------------------------------------------------------------------------
+class SingleTurn:
+    """A row of a task, as an environment of one step."""
+
+    def __init__(self, task: Task):
+        self.task = task
+
+    def reset(self, row: Row) -> tuple[str, dict]:
+        self.row = row
+        return row.prompt, {}
+
+    def step(self, response: str) -> tuple[str, float, bool, bool, dict]:
+        return "", self.task.reward(self.row, response), True, False, {}
+
+
+def sources(cls: type, base: type) -> str:
+    """The code of a class and of what it inherits from, up to `base`."""
+    return "".join(inspect.getsource(c) for c in cls.__mro__ if c not in (base, *base.__mro__))
 
 
 def split(rows: Iterable[Row], seed: int, held_out: int | None = None) -> tuple[list, list]:
@@ -348,226 +265,223 @@ def split(rows: Iterable[Row], seed: int, held_out: int | None = None) -> tuple[
     return rows[n:], rows[:n]
 
 
-class Addition(Task):
-    """Sum of two 2-digit numbers, all 8,100 of them: `12+34=` → `46`. Made for the model `tiny`."""
-
-    blocking = False
-
-    def __init__(self, config: EnvConfig, seed: int = 0):
-        super().__init__(config, seed)
-        pairs = ((a, b) for a in range(10, 100) for b in range(10, 100))
-        self.train, self.test = split((Row(f"{a}+{b}=", str(a + b)) for a, b in pairs), seed, 512)
-
-    def reward(self, row: Row, response: str) -> float:
-        return float(response == row.answer)
-
-    def warmup(self, rng: random.Random) -> list[tuple[str, str]]:
-        # Half the labels are wrong on purpose. The model then starts out like a pretrained one: the
-        # right answer is its likeliest, but far from its only one, and RL has this to sharpen.
-        row = rng.choice(self.train)
-        offset = rng.choice((-20, -10, -2, -1, 1, 2, 10, 20)) if rng.random() < 0.5 else 0
-        return [(row.prompt, str(int(row.answer) + offset))]
+# -- one episode ---------------------------------------------------------------------------------
 
 
-class Max3(Task):
-    """Largest of three 2-digit numbers, after two examples. Made for SmolLM2-135M."""
+@dataclass(eq=False)
+class Turn:
+    """What one call of the engine is asked for, and what it has decoded of it so far."""
 
-    blocking = False
-    chat = False  # a 135M model continues a pattern better than it follows an instruction
-    stop = "\n"
-    max_tokens = 4  # a space, two digits, the line break
-    shots = "max(24, 71, 53) = 71\nmax(17, 35, 64) = 64\n"
-
-    def __init__(self, config: EnvConfig, seed: int = 0):
-        super().__init__(config, seed)
-        rng = random.Random(f"max3 {seed}")
-        # Distinct as sets, so that no order of a held-out triple is trained on.
-        triples = rng.sample(list(combinations(range(10, 100), 3)), 8704)
-        self.train, self.test = split((self.row(*rng.sample(t, 3)) for t in triples), seed, 512)
-
-    def row(self, a: int, b: int, c: int) -> Row:
-        return Row(f"{self.shots}max({a}, {b}, {c}) =", str(max(a, b, c)))
-
-    def reward(self, row: Row, response: str) -> float:
-        return float(response.removesuffix(self.stop) == f" {row.answer}")
+    context: list[int]  # ids of all that comes before it
+    max_tokens: int
+    seed: int
+    stop_ids: list[int]  # any of them ends it
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    truncated: bool = False  # ended by max_tokens
 
 
-OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
+class Limits(NamedTuple):
+    """What bounds an episode."""
+
+    max_tokens: int  # a turn
+    max_turns: int
+    max_model_len: int  # tokens of the whole episode
+    max_staleness: float = math.inf  # versions between its first token and now
 
 
-def arithmetic(text: str) -> tuple[Fraction, list[int]]:
-    """Value of an expression of whole numbers, + - * / and brackets, and the numbers in it.
-
-    Raises ValueError if the text is anything else, and ZeroDivisionError.
-    """
-    # These characters leave nothing to call, and the length no deep nesting.
-    if not re.fullmatch(r"[0-9 +*/()-]{1,200}", text):
-        raise ValueError(f"not an arithmetic expression: {text[:80]!r}")
-    numbers = []
-
-    def value(node: ast.expr) -> Fraction:
-        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-            return OPERATORS[type(node.op)](value(node.left), value(node.right))
-        if isinstance(node, ast.Constant):
-            numbers.append(node.value)
-            return Fraction(node.value)
-        raise ValueError(f"only whole numbers and + - * / are allowed: {text!r}")
-
-    try:
-        tree = ast.parse(text.strip(), mode="eval")
-    except (SyntaxError, MemoryError) as error:  # MemoryError: too many brackets for the parser
-        raise ValueError(f"not an arithmetic expression: {text!r}") from error
-    return value(tree.body), numbers
+class EnvError(RuntimeError):
+    """An environment or a reward raised, hung or returned nonsense; says which, and where."""
 
 
-class Countdown(Task):
-    """Reach a target from four numbers with + - * /, each number used at most once.
+class Unwanted(Exception):
+    """The episode has become too old to be trained on."""
 
-    The answer of a row holds the puzzle: `3 7 25 50 = 93`.
-    """
 
-    blocking = False
-    max_tokens = 512
+class Episode:
+    """An episode in progress. `engine` is whatever has `version` and `generate(turn)`."""
 
-    def __init__(self, config: EnvConfig, seed: int = 0):
-        super().__init__(config, seed)
-        rng = random.Random(f"countdown {seed}")
-        puzzles: dict[str, None] = {}  # in the order made: a set of texts has another in each run
-        while len(puzzles) < 4608:
-            total, *rest = numbers = rng.choices(range(1, 100), k=4)
-            for n in rest:  # combined in this order they make the target, so there is a solution
-                exact = [total + n, total - n, total * n] + [total // n] * (total % n == 0)
-                total = rng.choice(exact)
-            if 10 <= total <= 99:
-                puzzles[f"{' '.join(map(str, sorted(numbers)))} = {total}"] = None
-        self.train, self.test = split(map(self.row, puzzles), seed, 512)
+    lane = 1  # in the timeline; a worker gives each its own
 
-    @staticmethod
-    def row(puzzle: str) -> Row:
-        numbers, target = puzzle.split(" = ")
-        prompt = (
-            f"Make {target} from the numbers {numbers.replace(' ', ', ')}. Use + - * / and "
-            "brackets, and each number at most once. Think first, then write the expression, "
-            "without the result, like this: <answer>(1 + 2) * 3</answer>"
-        )
-        return Row(prompt, puzzle)
+    def __init__(self, ticket: Ticket, task: Task, engine, tokenizer, calls, limits: Limits):
+        self.ticket, self.task, self.engine, self.tokenizer = ticket, task, engine, tokenizer
+        self.calls, self.limits = calls, limits
+        self.row = None  # of the task's data: some are made when they are asked for
+        self.stop_ids = stop_ids(task, tokenizer)
+        self.ids: list[int] = []  # all tokens up to the turn in progress
+        self.turns: list[Turn] = []
+        self.reward, self.over, self.truncated = 0.0, False, False
+        self.env = None
 
-    def reward(self, row: Row, response: str) -> float:
-        numbers, target = row.answer.split(" = ")
-        given = [int(n) for n in numbers.split()]
-        answers = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
+    @property
+    def first_version(self) -> int | None:
+        """The lowest version of its tokens, None before the first: versions only rise."""
+        versions = self.turns[0].versions if self.turns else ()
+        return versions[0] if versions else None
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(turn.ids) for turn in self.turns)
+
+    def too_old(self, version: int) -> bool:
+        first = self.first_version
+        return first is not None and version - first > self.limits.max_staleness
+
+    async def reset(self) -> None:
+        """Open the environment; its first observation is the prompt."""
+        blocking = self.task.blocking_reset
+        text, _ = await self._ask(check_reset, self._open, blocking=blocking, what="reset")
+        self.ids = list(encode_prompt(self.task, text, self.tokenizer))
+        if len(self.ids) >= self.limits.max_model_len:
+            raise EnvError(
+                f"{self._where()}: a prompt of {len(self.ids)} tokens leaves no room for a "
+                f"response (--max_model_len {self.limits.max_model_len})"
+            )
+
+    def _open(self):
+        rows = self.task.test if self.ticket.eval else self.task.train
+        self.row = rows[self.ticket.prompt_id]
+        self.env = self.task.make_env()
+        return self.env.reset(self.row)
+
+    async def generate(self) -> None:
+        """Sample one turn, if this episode is still fresh enough to be trained on."""
+        if self.too_old(self.engine.version):
+            raise Unwanted
+        number = len(self.turns)
+        seed = derive_seed(self.ticket.seed, number) if number else self.ticket.seed
+        room = self.limits.max_model_len - len(self.ids)
+        length = self.task.length(self.ticket.seed, number)
+        most = min(length or self.limits.max_tokens, room)
+        turn = Turn(self.ids.copy(), most, seed, self.stop_ids if length is None else [])
+        self.turns.append(turn)
+        with spans("turn", self.lane, group=self.ticket.group, sample=self.ticket.sample):
+            await self.engine.generate(turn)
+        self.ids += turn.ids
+
+    async def step(self) -> None:
+        """Give the environment what was sampled; append what it says, or end the episode."""
+        turn = self.turns[-1]
+        text = self.tokenizer.decode(turn.ids, skip_special_tokens=True)
+        wait = self.task.latency.draw(self.ticket.seed, len(self.turns))
+        what = "env step" if isinstance(self.task, EnvTask) else "reward"
+        how = {"blocking": self.task.blocking, "wait": wait, "what": what}
+        said = await self._ask(check_step, self.env.step, text, **how)
+        observation, reward, terminated, truncated, _ = said
+        self.reward += float(reward)
+        if terminated or truncated or len(self.turns) == self.limits.max_turns:
+            cut = any(turn.truncated for turn in self.turns)
+            self._end(truncated=cut or not terminated)
+            return
+        reply = encode_reply(self.task, observation, self.tokenizer, turn.ids[-1])
+        if len(self.ids) + len(reply) >= self.limits.max_model_len:
+            self._end(truncated=True)
+            return
+        self.ids += reply
+
+    def _end(self, truncated: bool) -> None:
+        self.over, self.truncated = True, truncated
+
+    async def _ask(self, check: Callable, call: Callable, *args, **how):
+        """Call the environment, and check what it returns. Errors say where they came from."""
         try:
-            total, used = arithmetic(answers[-1].strip() if answers else "")
-        except (ValueError, ZeroDivisionError):  # no fault: the response is just not a solution
+            said = await self.calls(call, *args, lane=self.lane, **how)
+            check(said)
+            return said
+        except asyncio.CancelledError as error:
+            if asyncio.current_task().cancelling():
+                raise  # we did it
+            raise EnvError(f"{self._where()}: CancelledError") from error
+        except Exception as error:  # of whatever kind: it is the user's code
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            raise EnvError(f"{self._where()}: {why}") from error
+
+    def _where(self) -> str:
+        return self.task.describe(self.row, len(self.turns))
+
+    def close(self) -> None:
+        if self.env is not None and self.task.must_close:
+            self.calls.later(self.env.close)
+
+    def sample(self) -> Sample:
+        """The finished episode, with one entry a token."""
+        size = len(self.ids)
+        mask, versions = np.zeros(size, bool), np.full(size, -1, np.int32)
+        logprobs, places = np.zeros(size, np.float32), []
+        for turn in self.turns:
+            first, end = len(turn.context), len(turn.context) + len(turn.ids)
+            mask[first:end] = True
+            logprobs[first:end], versions[first:end] = turn.logprobs, turn.versions
+            places.append((first, end))
+        ids = np.array(self.ids, np.int32)
+        end = self.reward, self.truncated, tuple(places)
+        return Sample(self.ticket, ids, mask, logprobs, versions, *end)
+
+
+def is_observation(said) -> bool:
+    """Whether this is what `reset` has to return: (text, info)."""
+    return isinstance(said, tuple) and len(said) == 2 and isinstance(said[0], str)
+
+
+def check_reset(said) -> None:
+    """Raise TypeError unless `reset` returned (observation, info)."""
+    if not is_observation(said):
+        raise TypeError(f"reset has to return (text, info), got {said!r:.200}")
+    said[0].encode()  # as in check_step
+
+
+def check_step(said) -> None:
+    """Raise TypeError or ValueError unless `step` returned its five values."""
+    if not (isinstance(said, tuple) and len(said) == 5):
+        raise TypeError(
+            f"step has to return (text, reward, terminated, truncated, info), got {said!r:.200}"
+        )
+    text, reward, terminated, truncated, _ = said
+    if not isinstance(text, str):
+        raise TypeError(f"step returned {text!r:.200} as observation: text is expected")
+    text.encode()  # lone surrogates raise here, where the environment can be named
+    if isinstance(reward, str) or not math.isfinite(reward):
+        raise ValueError(f"step returned {reward!r:.200} as reward: a finite number is expected")
+    if terminated not in (False, True) or truncated not in (False, True):
+        raise TypeError(f"step returned {terminated!r:.50}, {truncated!r:.50}: bools are expected")
+
+
+# -- what is drawn: how late an environment is, which row comes next -----------------------------
+
+
+class Latency(NamedTuple):
+    """How much longer an env step takes, in seconds: for teaching and benchmarks."""
+
+    mean: float = 0.0
+    std: float = 0.0
+    share: float = 0.0  # of the episodes that are slower ...
+    factor: float = 1.0  # ... by this factor
+
+    @classmethod
+    @lru_cache
+    def parse(cls, text: str) -> Latency:
+        if not text:
+            return cls()
+        try:
+            numbers = [float(part) for part in text.split(",")]
+        except ValueError:
+            numbers = []
+        # Written so that NaN is refused too.
+        fits = len(numbers) in (1, 2, 4) and all(0 <= x < float("inf") for x in numbers)
+        if not (fits and cls(*numbers).share <= 1):
+            raise ValueError(
+                f"--env_latency is MEAN,STD or MEAN,STD,SHARE,FACTOR in seconds (got {text})"
+            )
+        return cls(*numbers)
+
+    def draw(self, seed: int, turn: int) -> float:
+        """The wait before a step; depends on the arguments only."""
+        if not (self.mean or self.std):
             return 0.0
-        return float(total == int(target) and all(used.count(n) <= given.count(n) for n in used))
-
-
-# -- by name -------------------------------------------------------------------------------------
-
-BUILT_IN: dict[str, type[Task]] = {
-    "addition": Addition,
-    "max3": Max3,
-    "countdown": Countdown,
-}
-# Name or prefix -> the module (and class) that has it; imported only when asked for.
-ELSEWHERE = {
-    "grid": "tasks.games:Grid",
-    "frozenlake": "tasks.games:FrozenLake",
-    "guess": "tasks.games:Guess",
-    "gsm8k": "tasks.math:MathTask",
-    "math": "tasks.math:MathTask",
-    "textworld": "tasks.adapters:TextWorld",
-    "gem:": "tasks.adapters:Gem",
-    "textarena:": "tasks.adapters:TextArena",
-    "rg:": "tasks.adapters:ReasoningGym",
-}
-
-
-def require(package: str, env: str, install: str = "") -> None:
-    """Raise ValueError with what to install, unless the package is there."""
-    if importlib.util.find_spec(package) is None:
-        raise ValueError(f"env {env} needs: pip install {install or package}")
-
-
-def make_task(config: EnvConfig, seed: int = 0) -> Task:
-    """Build the task that `config.env` names. Raises ValueError with one line if it cannot."""
-    name = config.env
-    found = BUILT_IN.get(name)
-    for key, place in ELSEWHERE.items():
-        if name == key or (key.endswith(":") and name.startswith(key) and name != key):
-            module, _, class_name = place.partition(":")
-            found = getattr(importlib.import_module(module), class_name)
-    found = found or load_class(name)
-    if config.data and (name in BUILT_IN or issubclass(found, Env)):
-        raise ValueError(f"--data {config.data}: env {name} makes its own rows")
-    task = EnvTask(found, config, seed) if issubclass(found, Env) else found(config, seed)
-    for part in ("train", "test"):
-        if not len(getattr(task, part, ())):
-            raise ValueError(f"env {name} has no {part} rows in {config.data or 'its class'}")
-    return task
-
-
-def load_class(name: str) -> type[Task] | type[Env]:
-    """Import the class of `path/file.py:Class`."""
-    file, _, class_name = name.rpartition(":")
-    if not file.endswith(".py") or not class_name:
-        known = ", ".join([*BUILT_IN, *(f"{k}NAME" if k[-1] == ":" else k for k in ELSEWHERE)])
-        raise ValueError(f"unknown env {name!r}: one of {known}, or FILE.py:CLASS")
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise ValueError(f"env {name!r}: no such file: {path}")
-    module_name = f"custom_env_{path.stem}"  # so that a file random.py takes no module's place
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # it is the user's file: whatever it raises, say where
-        raise ValueError(f"env file {path}: {type(error).__name__}: {error}") from error
-    found = getattr(module, class_name, None)
-    if not (isinstance(found, type) and issubclass(found, Task | Env)):
-        what = "no subclass of envs.Task or envs.Env" if found else "not in the file"
-        raise ValueError(f"env {name!r}: {class_name} is {what}")
-    return found
-
-
-# -- text to ids ---------------------------------------------------------------------------------
-
-SAID = "@what-the-model-said@"  # stands for a turn while a chat template is rendered around it
-
-
-def templated(task: Task, tokenizer) -> bool:
-    return bool(task.chat and tokenizer.chat_template)
-
-
-def encode_prompt(task: Task, text: str, tokenizer) -> list[int]:
-    """Token ids of a prompt, in the chat template if the task wants it and the model has one."""
-    if not templated(task, tokenizer):
-        return tokenizer(text)["input_ids"]
-    messages = [{"role": "user", "content": text}]
-    # return_dict, since its default differs between versions of transformers.
-    out = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    return out["input_ids"]
-
-
-def encode_reply(task: Task, text: str, tokenizer, last: int | None = None) -> list[int]:
-    """Token ids of what follows a sampled turn: its end (unless that is `last`, the last token
-    sampled), what the environment says, and the opening of the next turn. They do not depend on
-    what else was sampled, so no template can rewrite that."""
-    if not templated(task, tokenizer):
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-    roles = [("user", "-"), ("assistant", SAID), ("user", text)]
-    messages = [{"role": role, "content": content} for role, content in roles]
-    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    if SAID not in rendered:
-        raise ValueError("the chat template changes what the model said: use a task without chat")
-    ids = tokenizer(rendered.partition(SAID)[2], add_special_tokens=False)["input_ids"]
-    return ids[1:] if ids[:1] == [last] else ids
+        slow = np.random.default_rng(seed).random() < self.share
+        wait = max(0.0, np.random.default_rng((seed, turn)).normal(self.mean, self.std))
+        return wait * self.factor if slow else wait
 
 
 def prompt_order(n: int, seed: int, index: int) -> int:

@@ -50,7 +50,7 @@ extras=()  # requirement files beyond the core
 case ${1-} in
   -h | --help | help) usage; exit ;;
   test) shift; cmd=(-m pytest "$@"); extras=(requirements/dev.txt) ;;
-  plot) script=report/log.py; cmd=(-m report.log "$@") ;;
+  plot) script=report/plot.py; cmd=(-m report.plot "${@:2}") ;;
   compare | mechanisms | parity | sim) script=experiments/$1.py; cmd=(-m "experiments.$1" "${@:2}") ;;
   train | -* | '' | *.yaml | *.yml | *.json)
     [[ ${1-} != train ]] || shift

@@ -1,14 +1,13 @@
-"""The owner of the rollout processes: starts them, feeds them, publishes weights to them.
+"""Both ends of the pipe between the trainer and a rollout process.
 
-    owner (a thread of local rank 0)                     worker (a process, worker.py)
-    ────────────────────────────────                     ─────────────────────────────────
-    buffer.admit() ─▶ queue ─ next task to a free slot ─▶ episode coroutine ⇄ engine.step()
-    buffer.add()   ◀──────────── finished samples ─────── reward, as each sample ends
+    Scheduler (a thread of local rank 0)                 Worker (a process)
+    ────────────────────────────────────                 ─────────────────────────────────
+    buffer.admit() ─▶ queue ─ ticket to a free place ──▶ episode coroutine ⇄ engine.step()
+    buffer.add()   ◀──────────── finished samples ────── reward, as each sample ends
     publish: "update" ─▶ "paused" ─▶ broadcast ─▶ load, probe ─▶ "loaded" ─▶ "commit"
 
-*Queue scheduling*: tasks wait in one deque at the owner, and a worker is sent the next one when it
-has a free slot; every one of the n samples of a group is its own task (*prompt replication*). Each
-worker has its own pipe, so no lock is shared and a killed worker leaves nothing locked.
+*Queue scheduling*: tickets wait in one deque, and a worker is sent the next one when it has a free
+place; every one of the n samples of a group has its own ticket (*prompt replication*).
 
 *Pause-update-resume*: a weight update happens between two engine steps. Running sequences keep
 their tokens; their KV cache is recomputed under the new weights and decoding goes on, so a sample
@@ -18,243 +17,85 @@ Paper: ROLL Flash (arXiv 2510.11345): LLMProxy, queue scheduling, prompt replica
 paper aborts and re-submits running requests at an update, here the engine keeps them.
 """
 
+from __future__ import annotations
+
+import asyncio
 import contextlib
+import gc
+import heapq
+import itertools
 import math
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 
 import numpy as np
-import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from tqdm import tqdm
 
-from buffer import RolloutTask, Sample, SampleBuffer
-from report.timeline import STEP_LIMIT, Span, spans
-from worker import WorkerSpec, worker_main
-
-
-@dataclass
-class RolloutConfig:
-    rollout_workers: int = field(default=1, metadata={"help": "vLLM processes a node"})
-    tensor_parallel: int = field(default=1, metadata={"help": "GPUs a rollout process"})
-    max_num_seqs: int = field(default=256, metadata={"help": "sequences a worker decodes at once"})
-    tasks_per_worker: int = field(
-        default=0,
-        metadata={
-            "help": "episodes a worker has in hand; 0: an eighth more than max_num_seqs, and up to "
-            "four times as many as long as its engine has free places while tasks are waiting"
-        },
-    )
-    max_tokens: int = field(
-        default=0, metadata={"help": "tokens of a response or turn; 0: the task's default"}
-    )
-    max_turns: int = field(
-        default=0, metadata={"help": "turns of an episode; 0: the environment's default"}
-    )
-    temperature: float = field(default=1.0, metadata={"help": "sampling temperature in training"})
-    on_update: str = field(
-        default="resume",
-        metadata={
-            "help": "what a weight update does to running sequences: resume (keep the tokens, "
-            "recompute the KV cache), restart (that turn again), drain (finish them first)",
-            "choices": ["resume", "restart", "drain"],
-        },
-    )
-    worker_timeout: float = field(
-        default=45.0, metadata={"help": "seconds without a word from a worker before the run ends"}
-    )
-    start_timeout: float = field(
-        default=600.0, metadata={"help": "seconds that the start of a worker may take"}
-    )
-
-    def __post_init__(self):
-        if self.rollout_workers < 1 or self.tensor_parallel < 1 or self.max_num_seqs < 1:
-            raise ValueError("--rollout_workers, --tensor_parallel, --max_num_seqs: at least 1")
-        for name in ("max_tokens", "max_turns", "tasks_per_worker"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"--{name} must be 0 or more (got {getattr(self, name)})")
-        for name in ("temperature", "worker_timeout", "start_timeout"):
-            if not 0 < getattr(self, name) < math.inf:  # also true of NaN
-                raise ValueError(f"--{name} must be above 0 (got {getattr(self, name)})")
-        if self.on_update not in ("resume", "restart", "drain"):
-            raise ValueError(f"--on_update is resume, restart or drain (got {self.on_update})")
-
-
-class RolloutError(RuntimeError):
-    """The rollout side failed. `details` is the child's traceback, if there is one."""
-
-    def __init__(self, message: str, details: str = ""):
-        super().__init__(message)
-        self.details = details
-
-
-def cause(details: str) -> str:
-    """The exception of a traceback, in one line."""
-    return [line for line in details.splitlines() if line[:1].strip()][-1]
-
-
-# -- weights: what both halves of a publish agree on ---------------------------------------------
-
-
-def cut_buckets(shapes: list, itemsize: int, bucket_bytes: int) -> Iterator[list[int]]:
-    """Cut parameters, in order, into buckets of at most `bucket_bytes` (a larger one goes alone).
-
-    >>> list(cut_buckets([(4,), (2, 2), (9,), (1,)], itemsize=1, bucket_bytes=8))
-    [[0, 1], [2], [3]]
-    """
-    bucket, used = [], 0
-    for i, shape in enumerate(shapes):
-        size = torch.Size(shape).numel() * itemsize
-        if bucket and used + size > bucket_bytes:
-            yield bucket
-            bucket, used = [], 0
-        bucket.append(i)
-        used += size
-    if bucket:
-        yield bucket
-
-
-def open_store(world_size: int, timeout: timedelta, host: str) -> dist.TCPStore:
-    """The trainer's end of the rendezvous, on a port that the system has already bound for us (a
-    port that is probed first and bound later can be taken by another run in between)."""
-    listener = socket.create_server((host, 0))
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
-        host, port, world_size, True, timeout, False, master_listen_fd=listener.detach()
-    )
-
-
-def join_weight_group(
-    host: str, port: int, rank: int, world_size: int, backend: str, timeout: timedelta, store=None
-):
-    """A process group apart from the trainer's own: rank 0 is trainer rank 0, the others are the
-    tensor-parallel workers of all engines. Plain torch parts: under torchrun every `tcp://`
-    rendezvous would make rank 0 a client of torchrun's store."""
-    store = store or dist.TCPStore(host, port, world_size, False, timeout)
-    store = dist.PrefixStore("weights", store)
-    if backend == "gloo":
-        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, world_size, options)
-
-
-# -- queue scheduling (pure) ---------------------------------------------------------------------
+from buffer import Sample, SampleBuffer, Ticket
+from envs import Episode, Limits, Unwanted, run_episode
+from plumbing.calls import EnvCalls
+from plumbing.processes import Processes, RolloutError, cause, die_with_parent
+from plumbing.settings import Settings
+from plumbing.spans import STEP_LIMIT, Span, spans
+from plumbing.weights import Manifest
+from tasks.find import make_task
 
 
 class Dispatcher:
-    """Which worker runs which task: one queue, and the emptiest worker takes the next task."""
+    """Queue scheduling: one queue, and the emptiest worker takes the next ticket."""
 
-    message = "tasks"  # what a worker is told to do with them
+    message = "tickets"  # what a worker is told to do with them
 
     def __init__(self, workers: int, places: int, fixed: int = 0):
-        """`places`: sequences that a worker's engine decodes at once; `fixed`: tasks that it has
+        """`places`: sequences that a worker's engine decodes at once; `fixed`: tickets that it has
         at a time, if their number is not to be found here."""
-        self.queue: deque[RolloutTask] = deque()
-        self.held: list[set[RolloutTask]] = [set() for _ in range(workers)]
-        self.slots = fixed or places + max(1, places // 8)  # when one ends, the next is there
-        self._widest = fixed or 4 * places
-        self._ended: set[int] = set()  # groups whose queued tasks are skipped
+        self.queue: deque[Ticket] = deque()
+        self.held: list[set[Ticket]] = [set() for _ in range(workers)]
+        self.in_hand = fixed or places + max(1, places // 8)  # when one ends, the next is there
+        self._most = fixed or 4 * places
+        self._ended: set[int] = set()  # groups whose queued tickets are skipped
 
-    def assign(self) -> dict[int, list[RolloutTask]]:
-        """Hand queued tasks to free slots; returns the new tasks of each worker."""
-        given: dict[int, list[RolloutTask]] = {}
+    def assign(self) -> dict[int, list[Ticket]]:
+        """Hand queued tickets to workers with room; returns the new tickets of each worker."""
+        given: dict[int, list[Ticket]] = {}
         if not self.queue:
             return given
         taken = [len(held) for held in self.held]
-        while self.queue and min(taken) < self.slots:
+        while self.queue and min(taken) < self.in_hand:
             worker = taken.index(min(taken))
-            task = self.queue.popleft()
-            if task.group not in self._ended:
-                self.held[worker].add(task)
+            ticket = self.queue.popleft()
+            if ticket.group not in self._ended:
+                self.held[worker].add(ticket)
                 taken[worker] += 1
-                given.setdefault(worker, []).append(task)
+                given.setdefault(worker, []).append(ticket)
         return given
 
     def widen(self) -> None:
-        """An engine had places to fill while tasks were waiting here: its episodes end too fast, or
-        are at their environments. Few tasks at a time balance workers better, so not before."""
-        self.slots = min(self._widest, self.slots + max(1, self.slots // 4))
+        """An engine had places free while tickets were waiting here: its episodes end too fast, or
+        are at their environments. Few tickets at a time balance workers better, so not before."""
+        self.in_hand = min(self._most, self.in_hand + max(1, self.in_hand // 4))
 
-    def cancel(self, group: int) -> dict[int, list[RolloutTask]]:
-        """Forget the tasks of a group; returns those that workers still have to stop."""
+    def cancel(self, group: int) -> dict[int, list[Ticket]]:
+        """Forget the tickets of a group; returns those that workers still have to stop."""
         self._ended.add(group)  # whoever takes them from the queue looks: no search through it here
         stop = {}
         for worker, held in enumerate(self.held):
-            if mine := [task for task in held if task.group == group]:
+            if mine := [ticket for ticket in held if ticket.group == group]:
                 held.difference_update(mine)
                 stop[worker] = mine
         return stop
 
 
-# -- where workers go, and their owner -----------------------------------------------------------
-
-TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-TORCHRUN_PREFIXES = ("GROUP_", "ROLE_", "LOCAL_WORLD", "TORCHELASTIC_")
-
-
-def place_workers(gpus: int, ranks: int, workers: int, tensor_parallel: int):
-    """Where this node's workers run: CUDA_VISIBLE_DEVICES of each (None: no GPU), the backend that
-    carries weights to them, and the share of a GPU's memory that an engine may take.
-
-    Trainer rank r has GPU r; workers get the ones after, if there are enough of them. Otherwise
-    both share: then weights go over gloo, since NCCL refuses two ranks on one GPU.
-    """
-    if gpus == 0:
-        return [None] * workers, "gloo", 0.0
-    if tensor_parallel > gpus:
-        raise ValueError(f"--tensor_parallel {tensor_parallel}, but this machine has {gpus} GPUs")
-    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    names = names if len(names) == gpus else [str(i) for i in range(gpus)]
-    apart = gpus >= ranks + workers * tensor_parallel
-    first = ranks if apart else 0
-    places = [
-        ",".join(names[(first + w * tensor_parallel + i) % gpus] for i in range(tensor_parallel))
-        for w in range(workers)
-    ]
-    share = 0.9 if apart else 0.45 / -(-workers * tensor_parallel // gpus)
-    return places, "nccl" if apart else "gloo", share
-
-
-@contextlib.contextmanager
-def child_environment(devices: str | None, threads: int):
-    """The environment that children start with; this process's own is put back afterwards."""
-    saved = dict(os.environ)
-    for name in saved:
-        if name in TORCHRUN_VARIABLES or name.startswith(TORCHRUN_PREFIXES):
-            del os.environ[name]
-    if devices is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = devices
-    else:
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # one helper of vLLM is compiled: 2-20 s a start
-    os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine in this process: the step loop is ours
-        OMP_NUM_THREADS=str(threads),
-        OMP_WAIT_POLICY="PASSIVE",  # spinning threads beside a busy process cost a factor of ten
-        VLLM_CPU_OMP_THREADS_BIND="nobind",
-        VLLM_LOGGING_LEVEL=saved.get("VLLM_LOGGING_LEVEL", "ERROR"),
-        VLLM_CPU_KVCACHE_SPACE=saved.get("VLLM_CPU_KVCACHE_SPACE", "1"),
-        TOKENIZERS_PARALLELISM="false",
-        TQDM_DISABLE="1",  # the engine's own bars and warnings; errors do come through
-        PYTHONWARNINGS="ignore",
-        TORCH_CPP_LOG_LEVEL="ERROR",
-    )
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(saved)
+# -- in the trainer: what is generated, and under which weights ----------------------------------
 
 
 @dataclass(eq=False)
@@ -267,337 +108,169 @@ class Update:
     loaded: dict[int, np.ndarray] = field(default_factory=dict)
 
 
-class Rollouts:
-    """Starts this node's workers, feeds them from the buffer, and stops them.
+class Scheduler:
+    """Feeds this node's workers from the buffer, and leads them through each publish.
 
-    One thread moves results into the buffer and tasks out of it, also during a train step. All
-    state is behind one lock; `_changed` tells waiting callers that there is something new.
+    `workers` (`processes.Processes`) carry what is said to them, wait, and call `hear` in a thread
+    with what they say: so results get into the buffer and tickets out of it also during a train
+    step. All state is behind their one lock.
     """
 
     def __init__(
-        self, spec: WorkerSpec, buffer: SampleBuffer, make_rollout_task, dispatcher=Dispatcher
+        self,
+        workers: Processes,
+        settings: Settings,
+        buffer: SampleBuffer,
+        make_ticket: Callable[[int, int], Ticket],
+        dispatcher: type[Dispatcher] = Dispatcher,
+        dtype: str = "float32",
     ):
-        self.spec, self.config, self.buffer = spec, spec.rollout, buffer
-        self.make_rollout_task = make_rollout_task  # (admission index, sample) -> RolloutTask
-        workers = self.config.rollout_workers
-        self.dispatcher = dispatcher(workers, *self._places())
-        self.processes: list[mp.Process] = []
-        self.pipes: list[Connection] = []
-        self.error: RolloutError | None = None
-        self.version = -1  # committed on every worker of this node
+        """`make_ticket(admission index, sample)`; `dtype`: of the weights that workers are sent."""
+        self.workers, self.settings, self.buffer = workers, settings, buffer
+        self.make_ticket, self.dtype = make_ticket, dtype
+        places = settings.max_num_seqs, settings.tasks_per_worker
+        self.dispatcher = dispatcher(settings.rollout_workers, *places)
+        self.decoding = False  # not before the first commit
         self.mismatches: dict[int, tuple[float, float]] = {}  # of each version's probe: max, mean
-        self.weight_group = None  # trainer rank 0 keeps its end of it here
         self.counts: Counter[str] = Counter()  # the workers': seconds by kind, tokens, ...
-        self.spans: list[deque[Span]] = [deque(maxlen=STEP_LIMIT) for _ in range(workers)]
-        self._said: list[set[str]] = [set() for _ in range(workers)]
-        self._heard = [time.monotonic()] * workers
+        self._spans: list[deque[Span]] = [deque(maxlen=STEP_LIMIT) for _ in self.dispatcher.held]
         self._update: Update | None = None
-        self._evaluating: dict[RolloutTask, Sample | None] = {}
-        self._eval_failures: Counter[RolloutTask] = Counter()
-        self._changed = threading.Condition()
-        self._wake_reader, self._wake_writer = mp.Pipe(duplex=False)
-        self._closing = False
-        self._thread = threading.Thread(target=self._own, name="rollout owner", daemon=True)
-        self._limit = self.config.start_timeout
+        self._evaluating: dict[Ticket, Sample | None] = {}
+        self._eval_failures: Counter[Ticket] = Counter()
 
-    def _places(self) -> tuple[int, int]:
-        return self.config.max_num_seqs, self.config.tasks_per_worker
+    def feed(self) -> None:
+        """Admit what the buffer allows, and hand tickets to workers with room. Under the lock."""
+        if not self.decoding:
+            return
+        for group in self.buffer.admit():
+            samples = range(self.buffer.group_size + self.buffer.redundant_samples)
+            self.dispatcher.queue.extend(self.make_ticket(group.index, i) for i in samples)
+        for worker, tickets in self.dispatcher.assign().items():
+            self.workers.send(worker, self.dispatcher.message, tickets)
 
-    def begin(
-        self, spec: WorkerSpec, buffer: SampleBuffer, make_rollout_task, dispatcher=Dispatcher
-    ) -> None:
-        """Serve another run with the same engines (the model's shape and limits stay): whatever is
-        in progress is cancelled, and no version is held until the next publish."""
-        self.wait_committed()
-        with self._changed:
-            self.version, self.mismatches = -1, {}
-            self._said = [set() for _ in self.pipes]
-            for worker in range(len(self.pipes)):
-                self._send(worker, "begin", replace(spec, rank=worker))
-        self._await_word("begun", self.config.start_timeout)
-        with self._changed:
-            self.spec, self.buffer, self.make_rollout_task = spec, buffer, make_rollout_task
-            self.config = spec.rollout
-            self.dispatcher = dispatcher(len(self.pipes), *self._places())
-            self.counts, self._evaluating = Counter(), {}
-        self.take_spans()
+    # -- what workers say ------------------------------------------------------------------------
 
-    def start(self, devices: list[str | None], threads: int) -> None:
-        """Spawn the workers and wait until each has its engine."""
-        context = mp.get_context("spawn")
-        for rank, visible in enumerate(devices):
-            mine, theirs = context.Pipe()
-            spec = replace(self.spec, rank=rank)
-            process = context.Process(
-                target=worker_main, args=(theirs, spec), name=f"rollout-{rank}", daemon=False
-            )
-            # Ctrl-C reaches the whole terminal group; what it means is for this process to say.
-            interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-            with child_environment(visible, threads):
-                process.start()
-            signal.signal(signal.SIGINT, interrupt)
-            theirs.close()  # so that the worker's death reads as the end of the pipe
-            self.processes.append(process)
-            self.pipes.append(mine)
-        self._thread.start()
-        self._await_word("ready", self.config.start_timeout)
+    def hear(self, worker: int, kind: str, *args) -> None:
+        """Take one message of a worker. Under the lock."""
+        if kind == "results":
+            self._take_results(worker, *args)
+        elif kind == "paused":
+            self._update.paused.add(worker)
+            self.workers.excused.add(worker)  # it waits for the others: it may be silent
+            if len(self._update.paused) == self.workers.count:
+                self.workers.excused.clear()
+        elif kind == "loaded":
+            self._update.loaded[worker] = np.asarray(args[1])
+            if len(self._update.loaded) == self.workers.count:
+                self._commit()
 
-    def join(self, host: str, port: int, first_rank: int, world_size: int, backend: str, timeout):
-        """Have the workers join the weight group; the trainer joins meanwhile, then calls
-        `joined`."""
-        for worker in range(len(self.pipes)):
-            info = {
-                "host": host,
-                "port": port,
-                "first_rank": first_rank + worker * self.config.tensor_parallel,
-                "world_size": world_size,
-                "backend": backend,
-                "timeout": timeout,
-            }
-            self._send(worker, "join", info)
-
-    def joined(self) -> None:
-        self._await_word("joined", self.config.start_timeout)
-        self._limit = self.config.worker_timeout
-
-    # -- for the training loops ------------------------------------------------------------------
-
-    def get_batch(self, timeout: float) -> list[Sample]:
-        """The next batch; waits for it while workers generate."""
-        self._await(self.buffer.batch_ready, self.buffer.pending, timeout)
-        with self._changed:
-            batch = self.buffer.pop_batch()
-            self._stop_closed()
-            return batch
-
-    def publish(self, version: int, bucket_info: dict, probe_ids: list[int], reference, send):
-        """Pause all workers, call `send` (which broadcasts the buckets), and return. Loading, the
-        probe and the commit happen on the owner's thread: see `wait_committed`."""
-        with spans("acknowledge"):
-            self.wait_committed()
-        with self._changed:
-            update = self._update = Update(version, np.asarray(reference))
-            self.buffer.expect(version)
-            self._stop_closed()
-        for worker in range(len(self.pipes)):
-            self._send(worker, "update", version, bucket_info, probe_ids)
-        everyone = len(self.pipes)
-        with spans("pause"):
-            self._await(
-                lambda: len(update.paused) == everyone,
-                lambda: f"workers {sorted(set(range(everyone)) - update.paused)} to pause",
-                self.config.start_timeout,
-            )
-        with spans("broadcast"):
-            send()
-
-    def wait_committed(self) -> None:
-        """Wait until the publish in progress, if there is one, is committed on every worker."""
-        self._await(
-            lambda: self._update is None,
-            lambda: f"workers to load version {self._update.version}",
-            self.config.start_timeout,
-        )
-
-    def evaluate(self, tasks: Iterable[RolloutTask], timeout: float) -> list[Sample]:
-        """Run evaluation tasks past admission and ahead of training tasks, under one version.
-        Returns their samples, without those that failed twice."""
-        self.wait_committed()
-        with self._changed:
-            self._evaluating, self._eval_failures = dict.fromkeys(tasks), Counter()
-            self.dispatcher.queue.extendleft(reversed(self._evaluating))
-            self._feed()
-        self._await(
-            lambda: None not in self._evaluating.values(),
-            lambda: f"{list(self._evaluating.values()).count(None)} evaluation samples",
-            timeout,
-        )
-        return list(self._evaluating.values())
-
-    def raise_error(self, within: float = 0.0) -> None:
-        """Raise what the owner's thread found wrong; wait so many seconds for it to find it."""
-        deadline = time.monotonic() + within
-        with self._changed:
-            while self.error is None and time.monotonic() < deadline:
-                self._changed.wait(0.1)
-            if self.error:
-                raise self.error
-
-    def take_counts(self) -> Counter:
-        """What the workers have counted since the last call, and what the buffer threw away."""
-        with self._changed:
-            counts, self.counts = self.counts, Counter()
-            lost, self.buffer.lost = self.buffer.lost, Counter()
-        counts.update({f"lost_{what}": value for what, value in lost.items()})
-        return counts
-
-    def take_spans(self) -> list[list[Span]]:
-        """What each worker has done since the last call."""
-        with self._changed:
-            taken = [list(recorded) for recorded in self.spans]
-            for recorded in self.spans:
-                recorded.clear()
-        return taken
-
-    def progress(self) -> dict:
-        """Where a resumed run begins (`SampleBuffer.progress`)."""
-        with self._changed:
-            return self.buffer.progress()
-
-    def dropped(self) -> Counter[str]:
-        """Groups dropped so far, by reason."""
-        with self._changed:
-            return Counter(self.buffer.dropped_for)
-
-    def take_dropped(self) -> list[tuple[str, int]]:
-        """Reason and prompt of each group dropped since the last call."""
-        with self._changed:
-            new, self.buffer.newly_dropped = self.buffer.newly_dropped, []
-            reasons = [self.buffer.dropped[index] for index in new]
-        prompts = [self.make_rollout_task(index, 0).prompt for index in new]
-        return list(zip(reasons, prompts, strict=True))
-
-    def close(self) -> None:
-        """End every worker and its children; also when one no longer answers."""
-        self._closing = True
-        self._wake_writer.send_bytes(b"x")
-        for worker in range(len(self.pipes)):
-            self._send(worker, "stop")
-        deadline = time.monotonic() + (0.0 if self.error else 3.0)
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # the worker and all that it started
-            process.kill()  # one that was only starting has no group of its own yet
-            process.join()
-
-    # -- the owner's thread ----------------------------------------------------------------------
-
-    def _own(self) -> None:
-        try:
-            while not self._closing:
-                for pipe in wait([*self.pipes, self._wake_reader], timeout=1.0):
-                    if pipe is self._wake_reader:
-                        pipe.recv_bytes()
-                    else:
-                        self._receive(self.pipes.index(pipe))
-                self._check_alive()
-        except RolloutError as error:
-            self._fail(error)
-        except Exception as error:  # a bug in here must reach the trainer, not die in a thread
-            self._fail(RolloutError(f"owner thread: {error!r}", traceback.format_exc()))
-
-    def _fail(self, error: RolloutError) -> None:
-        with self._changed:
-            self.error = self.error or error
-            self._changed.notify_all()
-
-    def _receive(self, worker: int) -> None:
-        try:
-            kind, *args = self.pipes[worker].recv()
-        except (EOFError, ConnectionResetError):
-            self.processes[worker].join(5)
-            code = self.processes[worker].exitcode
-            how = f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exit {code}"
-            raise RolloutError(f"rollout process {worker} died ({how})") from None
-        with self._changed:
-            self._heard[worker] = time.monotonic()
-            self._said[worker].add(kind)
-            if kind == "fatal":
-                raise RolloutError(f"rollout process {worker} failed: {cause(args[0])}", args[0])
-            if kind == "results":
-                self._take_results(worker, *args)
-            elif kind == "paused":
-                self._update.paused.add(worker)
-            elif kind == "loaded":
-                self._update.loaded[worker] = np.asarray(args[1])
-                if len(self._update.loaded) == len(self.pipes):
-                    self._commit()
-            self._changed.notify_all()
+    def holds(self, worker: int) -> str:
+        """What a worker has in hand, for messages."""
+        return f"{len(self.dispatcher.held[worker])} tasks"
 
     def _take_results(
         self, worker: int, samples: list, failures: list, too_old: list, counts, done
-    ):
+    ) -> None:
         self.counts.update(counts)
-        self.spans[worker].extend(done)
+        self._spans[worker].extend(done)
         if counts.get("steps_below_cap") and self.dispatcher.queue:
             self.counts["steps_starved"] += counts["steps_below_cap"]
             self.dispatcher.widen()
         held = self.dispatcher.held[worker]
         for sample in samples:
-            held.discard(sample.task)
-            if sample.task in self._evaluating:
-                self._evaluating[sample.task] = sample
+            held.discard(sample.ticket)
+            if sample.ticket in self._evaluating:
+                self._evaluating[sample.ticket] = sample
             else:
                 self.buffer.add(sample)
-        for task, details in failures:
-            held.discard(task)
-            self._take_failure(task, details)
-        for task in too_old:
-            held.discard(task)
-            self.buffer.drop_if_open(task.group, "stale")
+        for ticket, details in failures:
+            held.discard(ticket)
+            self._take_failure(ticket, details)
+        for ticket in too_old:
+            held.discard(ticket)
+            self.buffer.drop_if_open(ticket.group, "stale")
         if self.buffer.hopeless():
             count = self.buffer.dropped_for["filtered"]
             raise RolloutError(
                 f"filtering found no signal: {count} groups dropped, --filter_limit "
-                f"{self.buffer.config.filter_limit:g} batches' worth of them since the last batch "
+                f"{self.buffer.filter_limit:g} batches' worth of them since the last batch "
                 "(the task is too easy or too hard for the model)"
             )
         self._stop_closed()
-        self._feed()
+        self.feed()
 
     def _stop_closed(self) -> None:
         """Cancel what is still running for groups that have ended: losers of a race, and the rest
         of dropped groups. Under the lock."""
         for group in self.buffer.take_closed():
-            for worker, tasks in self.dispatcher.cancel(group).items():
-                self._send(worker, "cancel", tasks)
+            for worker, tickets in self.dispatcher.cancel(group).items():
+                self.workers.send(worker, "cancel", tickets)
 
-    def _take_failure(self, task: RolloutTask, details: str) -> None:
+    def _take_failure(self, ticket: Ticket, details: str) -> None:
+        """Try it once more, ahead of the queue, with the same seed; then do without it."""
         last, before = cause(details), self.buffer.dropped_for["failed"]
         self.counts["failed_samples"] += 1
-        if task.eval:
-            self._take_eval_failure(task, last, details)
-            return
-        if self.buffer.fail(task):
-            self.dispatcher.queue.appendleft(task)
+        if ticket.eval:
+            self._eval_failures[ticket] += 1
+            again = self._eval_failures[ticket] < 2
+        else:
+            again = self.buffer.fail(ticket)
+        if again:
+            self.dispatcher.queue.appendleft(ticket)
+        elif ticket.eval:
+            self._leave_out(ticket, last, details)
         dropped = self.buffer.dropped_for["failed"]
         if dropped > before and dropped <= 5:  # the first few say enough; metrics have the count
             with tqdm.external_write_mode(file=sys.stderr):
-                print(f"dropped prompt {task.prompt}, which failed twice: {last}", file=sys.stderr)
+                what = f"dropped prompt {ticket.prompt_id}, which failed twice"
+                print(f"{what}: {last}", file=sys.stderr)
         if dropped > before and self.buffer.too_many_failed():
             raise RolloutError(
                 f"{dropped} groups failed, more than half of those that ended; the last, "
-                f"prompt {task.prompt}: {last}",
+                f"prompt {ticket.prompt_id}: {last}",
                 details,
             )
 
-    def _take_eval_failure(self, task: RolloutTask, last: str, details: str) -> None:
-        """Try a held-out prompt once more, then leave it out; too many of those end the run."""
-        self._eval_failures[task] += 1
-        if self._eval_failures[task] < 2:
-            self.dispatcher.queue.appendleft(task)
-            return
-        self._evaluating.pop(task, None)
+    def _leave_out(self, ticket: Ticket, last: str, details: str) -> None:
+        """Do without a held-out prompt; too many of those end the run."""
+        self._evaluating.pop(ticket, None)
         left_out = sum(count > 1 for count in self._eval_failures.values())
         if left_out > len(self._evaluating):
             raise RolloutError(
                 f"evaluation: {left_out} held-out prompts failed, more than half; the last, "
-                f"prompt {task.prompt}: {last}",
+                f"prompt {ticket.prompt_id}: {last}",
                 details,
             )
 
-    def _feed(self) -> None:
-        """Admit what the buffer allows, and hand tasks to free slots. Under the lock."""
-        if self.version < 0:
-            return
-        size = self.buffer.config.group_size + self.buffer.config.redundant_samples
-        for group in self.buffer.admit():
-            self.dispatcher.queue.extend(
-                self.make_rollout_task(group.index, i) for i in range(size)
+    # -- a publish: pause, broadcast, load, commit -----------------------------------------------
+
+    def pause(self, version: int, manifest: Manifest, probe_ids: list[int], reference) -> None:
+        """Stop every worker between two engine steps, and have it expect the weights of `version`.
+        Returns when all have paused. Loading, the probe and the commit happen while the caller goes
+        on: see `wait_committed`. `reference`: the trainer's own score of the probe."""
+        with spans("acknowledge"):
+            self.wait_committed()
+        with self.workers.changed:
+            update = self._update = Update(version, np.asarray(reference))
+            self.buffer.expect(version)
+            self._stop_closed()
+        everyone = set(range(self.workers.count))
+        for worker in everyone:
+            self.workers.send(worker, "update", version, asdict(manifest), probe_ids)
+        with spans("pause"):
+            self.workers.wait(
+                lambda: update.paused == everyone,
+                lambda: f"workers {sorted(everyone - update.paused)} to pause",
+                self.settings.start_timeout,
             )
-        for worker, tasks in self.dispatcher.assign().items():
-            self._send(worker, self.dispatcher.message, tasks)
+
+    def wait_committed(self) -> None:
+        """Wait until the publish in progress, if there is one, is committed on every worker."""
+        self.workers.wait(
+            lambda: self._update is None,
+            lambda: f"workers to load version {self._update.version}",
+            self.settings.start_timeout,
+        )
 
     def _commit(self) -> None:
         """Every worker has loaded: compare the probes, then let decoding and admission go on."""
@@ -606,54 +279,305 @@ class Rollouts:
         worst = float(gaps.max())
         self.mismatches[update.version] = worst, float(gaps.mean())
         first, _ = next(iter(self.mismatches.values()))
-        limit = 1e-3 if self.spec.dtype == "float32" else min(1.0, 10 * max(first, 1e-6))
+        limit = 1e-3 if self.dtype == "float32" else min(1.0, 10 * max(first, 1e-6))
         if not worst <= limit:  # also true of NaN
             raise RolloutError(
                 f"trainer and engine disagree after the publish of version {update.version}: "
                 f"|logprob difference| up to {worst:.2g}, allowed {limit:.2g}"
             )
-        for worker in range(len(self.pipes)):
-            self._send(worker, "commit", update.version)
+        for worker in range(self.workers.count):
+            self.workers.send(worker, "commit", update.version)
         self.buffer.commit(update.version)
-        self.version, self._update = update.version, None
-        self._feed()
+        self.decoding, self._update = True, None
+        self.feed()
 
-    def _check_alive(self) -> None:
-        update = self._update
-        for worker, heard in enumerate(self._heard):
-            if update and worker in update.paused and len(update.paused) < len(self.pipes):
-                self._heard[worker] = time.monotonic()  # it waits for the others: let it be silent
-                continue
-            silent = time.monotonic() - heard
-            if silent > self._limit:
-                held = len(self.dispatcher.held[worker])
-                raise RolloutError(
-                    f"rollout process {worker} has not answered for {silent:.0f} s "
-                    f"(it holds {held} tasks; --worker_timeout {self.config.worker_timeout:g})"
-                )
+    # -- for the training loops ------------------------------------------------------------------
 
-    # -- helpers ---------------------------------------------------------------------------------
+    def get_batch(self, timeout: float) -> list[Sample]:
+        """The next batch; waits for it while workers generate."""
+        self.workers.wait(self.buffer.batch_ready, self.buffer.pending, timeout)
+        with self.workers.changed:
+            batch = self.buffer.pop_batch()
+            self._stop_closed()
+            return batch
 
-    def _send(self, worker: int, *message) -> None:
-        with self._changed, contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.pipes[worker].send(message)  # a dead worker is reported by the owner's thread
-
-    def _await_word(self, word: str, timeout: float) -> None:
-        self._await(
-            lambda: all(word in said for said in self._said),
-            lambda: f"{sum(word not in said for said in self._said)} workers to be {word}",
+    def evaluate(self, tickets: Iterable[Ticket], timeout: float) -> list[Sample]:
+        """Run evaluation tickets past admission and ahead of training, under one version. Returns
+        their samples, without those that failed twice."""
+        self.wait_committed()
+        with self.workers.changed:
+            self._evaluating, self._eval_failures = dict.fromkeys(tickets), Counter()
+            self.dispatcher.queue.extendleft(reversed(self._evaluating))
+            self.feed()
+        self.workers.wait(
+            lambda: None not in self._evaluating.values(),
+            lambda: f"{list(self._evaluating.values()).count(None)} evaluation samples",
             timeout,
         )
+        return list(self._evaluating.values())
 
-    def _await(self, condition, what, timeout: float) -> None:
-        """Wait for `condition`; raise the rollout side's error, or say `what` did not come."""
-        deadline = time.monotonic() + timeout
-        with self._changed:
-            while not condition():
-                if self.error:
-                    raise self.error
-                if time.monotonic() > deadline:
-                    raise RolloutError(f"waited {timeout:.0f} s for {what()}")
-                self._changed.wait(1.0)
-            if self.error:
-                raise self.error
+    def news(self) -> dict:
+        """Since the last call: `counts` of the workers, with what the buffer threw away, and
+        `dropped_prompts` as (reason, prompt). Groups `dropped` so far, by reason."""
+        with self.workers.changed:
+            counts, self.counts = self.counts, Counter()
+            lost, self.buffer.lost = self.buffer.lost, Counter()
+            new, self.buffer.newly_dropped = self.buffer.newly_dropped, []
+            dropped = Counter(self.buffer.dropped_for)
+            reasons = [self.buffer.dropped[index] for index in new]
+        counts.update({f"lost_{what}": value for what, value in lost.items()})
+        prompts = [self.make_ticket(index, 0).prompt_id for index in new]
+        named = list(zip(reasons, prompts, strict=True))
+        return {"counts": counts, "dropped": dropped, "dropped_prompts": named}
+
+    def mismatch(self, version: int) -> tuple[float, float]:
+        """Largest and mean |logprob difference| of trainer and engines, of a version's probe."""
+        return self.mismatches[version]
+
+    def take_spans(self) -> list[list[Span]]:
+        """What each worker has done since the last call."""
+        with self.workers.changed:
+            taken = [list(recorded) for recorded in self._spans]
+            for recorded in self._spans:
+                recorded.clear()
+        return taken
+
+    def progress(self) -> dict:
+        """Where a resumed run begins (`SampleBuffer.progress`)."""
+        with self.workers.changed:
+            return self.buffer.progress()
+
+
+# -- in a rollout process: an event loop that steps the engine, one coroutine an episode ---------
+
+
+@dataclass
+class WorkerSpec:
+    """All that a rollout process is told at its start (it is pickled: plain values only)."""
+
+    rank: int
+    model: str
+    settings: Settings
+    limits: Limits
+    dtype: str
+    prefix_caching: bool
+    gpu_share: float  # of a GPU's memory, for this worker's engine
+
+    @property
+    def threads(self) -> int:
+        """For blocking environments and rewards: as many as there may be episodes, and some for
+        those that hang. They are started when they are needed."""
+        return 2 * max(self.settings.tasks_per_worker, 4 * self.settings.max_num_seqs)
+
+    def limits_of(self, ticket: Ticket) -> Limits:
+        return self.limits._replace(max_staleness=math.inf) if ticket.eval else self.limits
+
+
+class Worker:
+    """The event loop of a rollout process: messages in, engine steps, finished samples out."""
+
+    def __init__(self, conn: Connection, spec: WorkerSpec):
+        from transformers import AutoTokenizer
+
+        from plumbing.engine import Engine  # vLLM: ten seconds, and in this process only
+
+        self.conn, self.spec = conn, spec
+        self.engine = Engine(spec)
+        self.task = make_task(spec.settings, spec.settings.seed)
+        self.tokenizer = AutoTokenizer.from_pretrained(spec.model)
+        self.calls = EnvCalls(spec.settings.env_timeout, spec.threads)
+        self.episodes: dict[Ticket, tuple[Episode, asyncio.Task]] = {}
+        self.clear_results()
+        self.new_lanes()
+        self.update = None  # a weight update that is waiting for its turn
+        self.stopping = False
+        self.sent_at = time.monotonic()
+
+    def new_lanes(self) -> None:
+        """Rows of the timeline, one an episode in progress: the lowest that is free."""
+        self.lanes, self.free_lanes = itertools.count(1), []
+
+    def clear_results(self) -> None:
+        """What there is to report, from now on."""
+        self.finished: list[Sample] = []
+        self.failed: list[tuple[Ticket, str]] = []
+        self.too_old: list[Ticket] = []
+        self.counts: Counter[str] = Counter()  # seconds by kind, tokens, ..., since the last report
+
+    async def serve(self) -> None:
+        """Step the engine while there is something to step, wait while there is not."""
+        self.wake = self.engine.wake
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self.read_messages, args=(loop,), daemon=True).start()
+        self.conn.send(("ready",))
+        while not self.stopping:
+            with spans("episodes"):
+                await asyncio.sleep(0)  # let messages in and episodes go on
+                self.report()
+            draining = self.spec.settings.on_update == "drain" and self.engine.turns
+            if self.update and not draining:
+                await self.load_update(*self.update)
+            elif self.engine.turns:
+                with spans("decode", steps=1) as args:
+                    args["tokens"] = self.engine.step()
+            else:
+                with spans("idle"):
+                    await self.sleep()
+
+    async def sleep(self) -> None:
+        """Until a message comes or an episode goes on; now and then to report."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.wake.wait(), 2.0)
+        self.wake.clear()
+
+    async def load_update(self, version: int, manifest: dict, probe_ids: list[int]) -> None:
+        """Pause, load, probe; then decode nothing until every worker has the new weights.
+        Environments and rewards go on throughout."""
+        self.update = None
+        if version < self.engine.version:
+            raise ValueError(f"asked to load version {version}, holds {self.engine.version}")
+        self.conn.send(("paused", version))
+        with spans("load"):
+            restart = self.spec.settings.on_update == "restart"
+            self.engine.load_weights(manifest, restart)
+        with spans("probe"):
+            self.conn.send(("loaded", version, self.engine.probe(probe_ids)))
+        with spans("commit"):
+            while self.engine.version != version and not self.stopping:
+                await self.sleep()
+                self.report()
+
+    def report(self) -> None:
+        """Send what has finished since the last engine step, or a sign of life now and then."""
+        now = time.monotonic()
+        if self.finished or self.failed or self.too_old or now - self.sent_at > 2.0:
+            self.counts += self.engine.take_counts() + spans.seconds
+            results = self.finished, self.failed, self.too_old, dict(self.counts)
+            self.conn.send(("results", *results, spans.take()))
+            spans.seconds.clear()
+            self.clear_results()
+            self.sent_at = now
+
+    # -- messages of the scheduler ---------------------------------------------------------------
+
+    def on_message(self, kind: str, *args) -> None:
+        getattr(self, f"on_{kind}")(*args)
+        self.wake.set()
+
+    def on_tickets(self, tickets: list[Ticket]) -> None:
+        for ticket in tickets:
+            episode = self.open(ticket)
+            self.start(self.run(episode), [episode])
+
+    def on_cancel(self, tickets: list[Ticket]) -> None:
+        for ticket in tickets:
+            self.cancel(ticket)
+
+    def on_join(self, wire: dict) -> None:
+        self.engine.core.collective_rpc("init_weight_transfer_engine", args=(wire,))
+        self.conn.send(("joined",))
+
+    def on_update(self, *update) -> None:
+        self.update = update
+        if self.spec.settings.on_update == "drain":
+            self.engine.gate.clear()
+
+    def on_commit(self, version: int) -> None:
+        """Decode under these weights from now on; stop what they have made too old."""
+        self.engine.version = version
+        self.engine.gate.set()
+        for ticket, (episode, _) in self.episodes.items():
+            if episode.too_old(version):
+                self.cancel(ticket)
+                self.too_old.append(ticket)
+
+    def on_begin(self, spec: WorkerSpec) -> None:
+        """Another run with this engine: drop what is in progress, and hold no version."""
+        for _, running in self.episodes.values():
+            running.cancel()
+        task = "env", "data", "seed", "env_latency", "env_timeout", "reward_procs"
+        if any(getattr(spec.settings, x) != getattr(self.spec.settings, x) for x in task):
+            self.task.close()
+            self.task = make_task(spec.settings, spec.settings.seed)
+            self.calls.timeout = spec.settings.env_timeout
+        self.spec, self.engine.version = spec, -1
+        self.engine.temperature = spec.settings.temperature
+        self.clear_results()
+        spans.clear()
+        self.conn.send(("begun",))
+
+    def on_stop(self) -> None:
+        self.stopping = True
+
+    def read_messages(self, loop: asyncio.AbstractEventLoop) -> None:
+        """In a thread of its own, so that the owner's sends never wait for an engine step."""
+        while True:
+            try:
+                message = self.conn.recv()
+            except (EOFError, ConnectionResetError):
+                os.killpg(0, signal.SIGKILL)  # the trainer is gone: leave nothing behind
+            loop.call_soon_threadsafe(self.take, *message)
+
+    def take(self, *message) -> None:
+        """A message that cannot be dealt with ends the run: the owner would wait for an answer."""
+        try:
+            self.on_message(*message)
+        except Exception:
+            self.conn.send(("fatal", traceback.format_exc()))
+            os.killpg(0, signal.SIGKILL)
+
+    # -- episodes --------------------------------------------------------------------------------
+
+    def open(self, ticket: Ticket) -> Episode:
+        limits = self.spec.limits_of(ticket)
+        episode = Episode(ticket, self.task, self.engine, self.tokenizer, self.calls, limits)
+        episode.lane = heapq.heappop(self.free_lanes) if self.free_lanes else next(self.lanes)
+        return episode
+
+    async def run(self, episode: Episode) -> None:
+        """An episode to its end, whatever that is."""
+        try:
+            sample = await run_episode(episode)
+            self.finished.append(sample)  # a new list by now: looked up after the await
+        except Unwanted:
+            self.too_old.append(episode.ticket)
+        except Exception:  # of whatever kind: the owner counts it and decides
+            self.failed.append((episode.ticket, traceback.format_exc()))
+
+    def start(self, work, episodes: list[Episode]) -> None:
+        """Run it, and forget the episodes when it ends: also if it is cancelled before it began."""
+        running = asyncio.create_task(work)
+        self.episodes |= {episode.ticket: (episode, running) for episode in episodes}
+
+        def ended(_) -> None:
+            for episode in episodes:
+                episode.close()
+                heapq.heappush(self.free_lanes, episode.lane)
+                self.episodes.pop(episode.ticket, None)
+            self.wake.set()
+
+        running.add_done_callback(ended)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Stop an episode at once, in the engine and in its environment; count what it had made."""
+        if ticket in self.episodes:
+            episode, running = self.episodes[ticket]
+            running.cancel()
+            self.counts.update(lost_samples=1, lost_tokens=episode.tokens)
+
+
+def worker_main(conn: Connection, spec: WorkerSpec, kind: type[Worker] = Worker) -> None:
+    """Entry point of a rollout process."""
+    os.setpgid(0, 0)  # a group of its own, to be killed as one; Ctrl-C is for the trainer alone
+    die_with_parent(mp.parent_process().pid)
+    tqdm.set_lock(threading.RLock())  # its default, shared between processes, outlives a kill
+    try:
+        worker = kind(conn, spec)
+        gc.freeze()  # what exists by now stays: the collector need not walk it again and again
+        asyncio.run(worker.serve())
+    except Exception:  # the process ends here: hand the traceback to the trainer first
+        conn.send(("fatal", traceback.format_exc()))
+        conn.close()
+        os.killpg(0, signal.SIGKILL)
+    worker.task.close()
+    os._exit(0)  # vLLM's and torch's exit handlers have nothing left to save

@@ -1,4 +1,4 @@
-"""Asynchronous RL for language models: the entry point, and the two training loops.
+"""Asynchronous RL for language models: the entry point, the two training loops, and one update.
 
     bash launch.sh                                        quick run for this machine, with set-up
     python train.py --mode async --alpha 1                one trainer rank, one rollout process
@@ -7,11 +7,8 @@
     torchrun --nproc_per_node 2 train.py                  two trainer ranks (FSDP2) on this machine
     torchrun --nnodes 2 --nproc_per_node 8 ... train.py   two machines; each feeds its own ranks
 
-Read `train_sync` and `train_async` first: the two loops, side by side. `buffer.py` has the rule
-that bounds staleness, `rollout.py` and `worker.py` what goes on in the other processes,
-`trainer.py` the update, `algos.py` the mathematics.
-
-Paper: ROLL Flash (arXiv 2510.11345), rollout-train decoupling.
+`buffer.py` has the rule that bounds staleness, `rollout.py` what goes on in the other processes,
+`envs.py` what they play, `algos.py` the mathematics. Paper: ROLL Flash (arXiv 2510.11345).
 """
 
 import os
@@ -24,93 +21,34 @@ import math
 import signal
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
-import yaml
-from transformers import AutoConfig, AutoTokenizer, HfArgumentParser
+from torch import Tensor, nn
 
-from algos import AlgoConfig, notes
-from buffer import BufferConfig, RolloutTask, Sample, SampleBuffer, derive_seed
-from envs import EnvConfig, encode_prompt, make_task, prompt_order
-from episode import Limits
-from plumbing import replay
-from plumbing.models import PRESETS, byte_tokenizer, one_line_if_missing, resolve_model
-from report import log as report
-from report.timeline import spans
-from rollout import Dispatcher, RolloutConfig, RolloutError, Rollouts
-from trainer import STATE_FILE, Cell, NonFiniteError, Publisher, Trainer, TrainerConfig
-from worker import WorkerSpec
-
-
-@dataclass
-class RunConfig:
-    mode: str = field(
-        default="async",
-        metadata={"help": "async: train while generation goes on; sync: in turn (alpha is 0)"},
-    )
-    model: str = field(
-        default="",
-        metadata={
-            "help": "tiny, smollm2, a directory or a hub name; default: tiny, "
-            "on a GPU Qwen/Qwen2.5-0.5B-Instruct"
-        },
-    )
-    steps: int = field(default=150, metadata={"help": "train steps, one batch each"})
-    max_model_len: int = field(
-        default=0, metadata={"help": "tokens of a whole sample; 0: the model's preset"}
-    )
-    eval_every: int = field(
-        default=50, metadata={"help": "versions between evaluations; 0: no evaluation at all"}
-    )
-    eval_prompts: int = field(
-        default=0, metadata={"help": "held-out prompts an evaluation; 0: the model's preset"}
-    )
-    save_every: int = field(
-        default=0, metadata={"help": "steps between checkpoints; 0: one, at the end"}
-    )
-    seed: int = field(default=0, metadata={"help": "of data order, sampling and the tiny model"})
-    run_dir: str = field(
-        default="", metadata={"help": "where the run writes; default runs/<time>-<mode>-<env>"}
-    )
-    resume: str = field(
-        default="",
-        metadata={"help": "run directory to go on with, from its last checkpoint and its settings"},
-    )
-    report_to: str = field(
-        default="", metadata={"help": "tensorboard, wandb or both by comma: metrics go there too"}
-    )
-    dump_batches: bool = field(
-        default=False, metadata={"help": "write every batch to <run_dir>/batches, for a replay"}
-    )
-    replay_batches: str = field(
-        default="",
-        metadata={"help": "directory of such batches: train on them, without an engine"},
-    )
-    batch_timeout: float = field(
-        default=1800.0, metadata={"help": "seconds that a batch or an evaluation may take"}
-    )
-
-    def __post_init__(self):
-        if self.mode not in ("sync", "async"):
-            raise ValueError(f"--mode is sync or async (got {self.mode})")
-        for name in ("steps", "batch_timeout"):
-            if not getattr(self, name) > 0:  # also true of NaN
-                raise ValueError(f"--{name} must be above 0 (got {getattr(self, name)})")
-        for name in ("max_model_len", "eval_every", "eval_prompts", "save_every", "seed"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"--{name} must be 0 or more (got {getattr(self, name)})")
-
-
-# -- the two loops -------------------------------------------------------------------------------
+import algos
+from buffer import Sample, SampleBuffer, Ticket, derive_seed
+from envs import Limits, prompt_order
+from plumbing import checkpoint, replay
+from plumbing.packing import Piece, cut
+from plumbing.policy import load_policy
+from plumbing.processes import Processes, RolloutError
+from plumbing.ranks import Ranks, whole
+from plumbing.settings import Settings, notes, parse
+from plumbing.spans import spans
+from plumbing.start import Start, prepare, probe_ids
+from plumbing.weights import Sender
+from report.log import Log
+from report.metrics import batch_metrics, update_metrics
+from rollout import Dispatcher, Scheduler, WorkerSpec, worker_main
 
 
 def train_sync(run: "Run") -> None:
     """Generate a batch, train on it, publish: each phase has the machine to itself."""
-    while run.version < run.config.steps:
+    while run.version < run.settings.steps:
         batch = run.get_batch()  # alpha is 0: nothing more has been admitted, the workers now wait
         run.train_on(batch)
         run.publish(run.version + 1)
@@ -120,11 +58,188 @@ def train_sync(run: "Run") -> None:
 
 def train_async(run: "Run") -> None:
     """The same steps while generation goes on: the workers are up to alpha batches ahead."""
-    while run.version < run.config.steps:
+    while run.version < run.settings.steps:
         batch = run.get_batch()  # with luck it is there already
         run.train_on(batch)  # meanwhile the workers decode and compute rewards
         run.publish(run.version + 1)  # they pause and receive; they load while the next step begins
         run.finish_step()
+
+
+# -- one update: advantages, loss, step ----------------------------------------------------------
+
+
+class Trainer:
+    """The policy, its optimiser, and one update a batch. With one rank on a CPU it is plain
+    PyTorch; with several, or on a GPU, FSDP2 shards the same module, and the result is the same:
+    every denominator is global, so it does not matter how a batch is cut."""
+
+    def __init__(self, ranks: Ranks, settings: Settings, model: str, reference: str, dtype: str):
+        self.ranks, self.settings, self.dtype = ranks, settings, getattr(torch, dtype)
+        self.policy = load_policy(model, ranks, self.dtype)
+        self.reference = None
+        if settings.kl_coef:
+            self.reference = load_policy(reference, ranks, self.dtype).requires_grad_(False)
+        self.optimizer = torch.optim.AdamW(
+            self.policy.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        warmup = max(1, settings.lr_warmup)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min(1.0, (step + 1) / warmup)
+        )
+
+    def step(self, samples: list[Sample], version: int = 0) -> dict[str, float]:
+        """Train on this node's part of a batch (all of it goes to every rank of the node, each
+        takes its share), in `minibatches` optimiser steps. `version` is what the trainer holds,
+        for the diagnostics by age. Returns metrics of the whole batch."""
+        samples, advantages, rewards = self._judge(samples)
+        minibatches = self._minibatches(samples)
+        self._anchor(minibatches)
+        seen, losses, norms = [], [], []
+        for pieces in minibatches:
+            sizes = self._sizes(pieces, len(samples))
+            stats = [self._backward(piece, advantages, rewards, sizes) for piece in pieces]
+            loss, norm = self._update(stats, samples)
+            seen += stats
+            losses.append(loss)
+            norms.append(norm)
+        self.scheduler.step()
+        means = {"loss": float(np.mean(losses)), "grad_norm": float(np.mean(norms))}
+        with spans("diagnostics"):
+            return means | update_metrics(seen, version, self.ranks)
+
+    def _judge(self, samples: list[Sample]) -> tuple[list[Sample], Tensor, Tensor]:
+        """Samples as they are to be trained on, their advantages [S], and their rewards [S]."""
+        settings, ranks = self.settings, self.ranks
+        if settings.truncated == "mask":
+            samples = [replace(s, mask=s.mask & (not s.truncated)) for s in samples]
+        penalty = settings.truncated_penalty * (settings.truncated == "penalise")
+        rewards = [s.reward - penalty * s.truncated for s in samples]
+        rewards = torch.tensor(rewards, dtype=torch.float64)  # [S]
+        # Some advantages are normalised over the whole batch, which is spread over nodes.
+        everyone = ranks.gather_nodes(rewards) if ranks.nodes > 1 else [rewards]
+        before = sum(map(len, everyone[: ranks.node]))
+        grouped = torch.cat(everyone).view(-1, settings.group_size)  # [G, n]
+        advantages = algos.ADVANTAGES[settings.advantage](grouped, settings).flatten()
+        mine = advantages[before : before + len(rewards)]
+        return samples, mine.to(ranks.device), rewards.to(ranks.device)
+
+    @spans("pack")
+    def _minibatches(self, samples: list[Sample]) -> list[list[Piece]]:
+        """This rank's micro-batches of each optimiser step; groups are dealt out in turn."""
+        n, parts = self.settings.group_size, self.settings.minibatches
+        groups = len(samples) // n
+        return [
+            cut(
+                samples,
+                [g * n + i for g in range(part, groups, parts) for i in range(n)],
+                self.ranks,
+                self.settings.micro_tokens,
+            )
+            for part in range(min(parts, groups))
+        ]
+
+    @torch.no_grad()
+    def _anchor(self, minibatches: list[list[Piece]]) -> None:
+        """Score every token under the policy as it is now, pi_prox, where that is needed: with one
+        optimiser step it is the policy itself."""
+        later = len(minibatches) > 1 and self.settings.loss == "decoupled_ppo"
+        if not later and self.settings.correction == "none":
+            return
+        for piece in (piece for pieces in minibatches for piece in pieces):
+            packed = piece.packed
+            with spans("forward"):
+                piece.proximal, _ = self.policy(packed, self.settings.temperature)
+            piece.factor, piece.keep = algos.correct(
+                piece.proximal, packed.behaviour, packed.sample, self.settings
+            )
+
+    def _sizes(self, pieces: list[Piece], count: int) -> tuple[Tensor, float, float]:
+        """Trained tokens of each sample here [S], and of all; and samples that have any. All under
+        the one mask: what a correction leaves out is in no denominator."""
+        lengths = torch.zeros(count, device=self.ranks.device)
+        for piece in pieces:
+            if piece.counts:
+                kept = torch.ones_like(piece.packed.behaviour)
+                kept = kept if piece.keep is None else kept * piece.keep
+                lengths.index_add_(0, piece.packed.sample, kept)
+        tokens, samples = float(lengths.sum()), float((lengths > 0).sum())
+        return lengths, self.ranks.sum(tokens), self.ranks.sum(samples)
+
+    def _backward(self, piece: Piece, advantages, rewards, sizes) -> dict[str, Tensor]:
+        """Loss and gradient of one micro-batch; returns what is to be known of its tokens, [T]."""
+        packed, settings = piece.packed, self.settings
+        with spans("forward"):
+            of_entropy = bool(settings.entropy_coef)
+            logp, entropy = self.policy(packed, settings.temperature, of_entropy)  # [T]
+        # What a correction leaves out is gone before a loss sees it: some average over a sample.
+        keep = slice(None) if piece.keep is None else piece.keep.nonzero().flatten()  # [K]
+        proximal = logp.detach() if piece.proximal is None else piece.proximal
+        of_sample = advantages[packed.sample], rewards[packed.sample], packed.sample
+        tokens = (logp, packed.behaviour, proximal, *of_sample)  # [T] each
+        tokens = algos.Tokens(*(value[keep] for value in tokens))  # [K] each
+        loss, cut = algos.LOSSES[settings.loss](tokens, settings)
+        weight = piece.counts * algos.token_weights(tokens.sample, *sizes, settings).to(loss)
+        if piece.factor is not None:
+            loss = loss * piece.factor[keep]
+        if self.reference is not None:
+            with spans("forward"), torch.no_grad():
+                reference, _ = self.reference(packed, settings.temperature)
+            loss = loss + settings.kl_coef * algos.kl_penalty(tokens.logp, reference[keep])
+        if settings.entropy_coef:
+            loss = loss - settings.entropy_coef * entropy[keep]
+        # FSDP averages gradients over ranks; the weights already carry the global denominator.
+        with spans("backward"):
+            ((loss * weight).sum() * self.ranks.world).backward()
+
+        def spread(values: Tensor) -> Tensor:  # [K] -> [T]
+            everywhere = torch.zeros_like(packed.behaviour)
+            everywhere[keep] = values
+            return everywhere
+
+        return {
+            "counts": torch.full_like(packed.behaviour, piece.counts),
+            "weighted_loss": spread((loss * weight).detach()),
+            "entropy": entropy.detach(),
+            "log_ratio": (logp - packed.behaviour).detach(),
+            "clip": spread(cut),
+            "masked": 1 - spread(torch.ones_like(cut)),
+            "truncated": algos.truncated(piece.factor, packed.behaviour, settings),
+            "advantage": of_sample[0],
+            "version": packed.versions,
+        }
+
+    @spans("optimiser")
+    def _update(self, stats: list[dict], samples: list[Sample]) -> tuple[float, float]:
+        """Clip, check, step. Returns loss and gradient norm of the minibatch."""
+        norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.grad_clip)
+        norm = float(whole(norm))
+        loss = self.ranks.sum(float(sum(part["weighted_loss"].sum() for part in stats)))
+        # Ratios are bounded: without this, an engine's log-probability of -inf passes unnoticed.
+        drift = self.ranks.sum(float(sum(part["log_ratio"].sum() for part in stats)))
+        if not all(map(math.isfinite, (loss, norm, drift))):
+            raise NonFiniteError(loss, norm, samples)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss, norm
+
+    @spans("probe")
+    def score(self, ids: list[int]) -> np.ndarray:
+        """Raw log-probabilities (T = 1) of ids[1:], for the probe. Called on every rank."""
+        return self.policy.score(ids, self.ranks.device).cpu().numpy()
+
+
+class NonFiniteError(RuntimeError):
+    """Loss or gradient is NaN or infinite; carries the batch, so that it can be looked at."""
+
+    def __init__(self, loss: float, norm: float, samples: list[Sample]):
+        at_fault = [
+            f"{s.ticket.group}:{s.ticket.sample}"
+            for s in samples
+            if not (np.isfinite(s.logprobs).all() and math.isfinite(s.reward))
+        ]
+        of = ", ".join(at_fault[:8]) or "none (all their log-probabilities and rewards are finite)"
+        super().__init__(f"loss {loss}, gradient norm {norm}; samples at fault: {of}")
+        self.samples = samples
 
 
 # -- one run -------------------------------------------------------------------------------------
@@ -133,142 +248,108 @@ def train_async(run: "Run") -> None:
 class Run:
     """What the two loops work on: the parts of a run, and its clock."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        trainer: TrainerConfig,
-        rollout: RolloutConfig,
-        buffer: BufferConfig,
-        env: EnvConfig,
-        algo: AlgoConfig,
-    ):
+    worker_main = staticmethod(worker_main)  # what a rollout process runs
+
+    def __init__(self, settings: Settings):
         """Check everything and load the model. Raises ValueError, with one line, for bad input."""
-        self.config, self.rollout, self.buffer = config, rollout, buffer
-        self.task = make_task(env, config.seed)
-        check(config, buffer, algo)
-        preset = PRESETS.get(config.model, PRESETS["default"])
-        buffer.batch_size = buffer.batch_size or preset.batch_size
-        config.eval_prompts = config.eval_prompts or preset.eval_prompts
-        self.cell = cell = Cell(rollout)
-        if buffer.batch_size % cell.nodes or buffer.redundant_groups % cell.nodes:
-            raise ValueError(
-                f"--batch_size and --redundant_groups must divide by the number of nodes "
-                f"({cell.nodes})"
-            )
-        state, resumed_from = load_checkpoint(config.resume, cell.nodes, buffer)
-        self.max_tokens = rollout.max_tokens or self.task.max_tokens
-        self.max_model_len = config.max_model_len or preset.max_model_len
-        made_here = config.model.startswith("tiny")
-        if made_here:  # its tokenizer is known before it is made: say early what does not fit
-            self.tokenizer = byte_tokenizer()
-            check_prompts(self)
-        if cell.rank == 0:
-            resolve_model(config.model, self.task, env.env)  # makes it, if it has to be made
-        cell.barrier()
-        base = resolve_model(config.model, self.task, env.env)
-        self.dtype = preset.dtype if cell.device.type == "cuda" else "float32"
-        trainer.learning_rate = trainer.learning_rate or preset.learning_rate
-        self.tokenizer, longest = load_tokenizer(base)
-        if config.max_model_len > longest:
-            raise ValueError(f"--max_model_len {config.max_model_len}: the model takes {longest}")
-        self.max_model_len = min(self.max_model_len, longest)
-        if not made_here:
-            check_prompts(self)
-        threads, self.worker_threads = cpu_threads(buffer.alpha == 0, cell, rollout)
-        torch.set_num_threads(threads)
-        turns = rollout.max_turns or self.task.max_turns
-        algo.constant_length = algo.constant_length or self.max_tokens * turns
-        if cell.rank == 0:
-            for note in notes(algo):
+        start: Start = prepare(settings)
+        self.settings, self.ranks, self.task = start.settings, start.ranks, start.task
+        self.tokenizer, self.worker_threads = start.tokenizer, start.worker_threads
+        if self.ranks.rank == 0:
+            for note in notes(settings):
                 print(f"note: {note}", file=sys.stderr)
-        self.trainer = Trainer(
-            cell, trainer, algo, resumed_from or base, base, buffer.group_size,
-            rollout.temperature, self.dtype,
-        )  # fmt: skip
+        model = start.resumed_from or start.base
+        self.trainer = Trainer(self.ranks, self.settings, model, start.base, start.dtype)
+        state = start.state
         if state:
-            self.trainer.restore(state)
-        self.log, self.rollouts = None, None
-        if cell.rank == 0:
-            settings = [config, trainer, rollout, buffer, env, algo]
-            self.log = report.Log(config, settings, env.env, cell.world, state.get("version"))
-        self.version = state.get("version", 0)
+            checkpoint.restore(self.trainer, state)
+        self.version = state.get("version", 0)  # what the trainer holds: batches trained on
         self.wall = state.get("wall", 0.0)  # seconds, without evaluations
-        self.publisher = Publisher(self.trainer)
-        self.probe = probe_ids(self)
-        self.for_workers = self._for_workers(base, env, state)
+        self.log = self.workers = self.scheduler = None
+        if self.ranks.rank == 0:
+            self.log = Log(self.settings, self.ranks.world, state.get("version"))
+        bucket_mb = self.settings.bucket_mb
+        self.sender = Sender(self.ranks, self.trainer.policy.model, self.trainer.dtype, bucket_mb)
+        self.probe = probe_ids(start)
+        self.buffer = self._buffer(state)
+        self.spec = self._spec(start)
 
-    def _for_workers(self, base: str, env: EnvConfig, state: dict) -> tuple:
-        """What this node's `Rollouts` is made of: the workers' settings, the buffer, the tasks."""
-        cell, config, buffer = self.cell, self.config, self.buffer
-        spec = WorkerSpec(
+    def _buffer(self, state: dict) -> SampleBuffer:
+        """This node's share: a part of every batch, and every nodes-th prompt."""
+        settings, nodes = self.settings, self.ranks.nodes
+        mine = settings.pick(SampleBuffer)
+        mine["batch_size"] //= nodes
+        mine["redundant_groups"] //= nodes
+        progress = state["cells"][self.ranks.node] if state else {}
+        return SampleBuffer(**mine, version=self.version, **progress)
+
+    def _spec(self, start: Start) -> WorkerSpec:
+        settings = self.settings
+        lengths = settings.max_tokens, settings.max_turns, settings.max_model_len
+        return WorkerSpec(
             rank=0,
-            model=base,
-            rollout=self.rollout,
-            env=env,
-            seed=config.seed,
-            limits=Limits(
-                self.max_tokens,
-                self.rollout.max_turns or self.task.max_turns,
-                self.max_model_len,
-                math.ceil(buffer.alpha) if buffer.consume == "ready" else math.inf,
-            ),
-            dtype=self.dtype,
+            model=start.base,
+            settings=settings,
+            limits=Limits(*lengths, self.buffer.max_staleness),
+            dtype=start.dtype,
             # The prompts of the tiny model's single-turn tasks are shorter than a block.
-            prefix_caching=self.task.max_turns > 1 or not config.model.startswith("tiny"),
-            gpu_share=cell.gpu_share,
+            prefix_caching=self.task.max_turns > 1 or not settings.model.startswith("tiny"),
+            gpu_share=self.ranks.gpu_share,
         )
-        share = replace(
-            buffer,
-            batch_size=buffer.batch_size // cell.nodes,
-            redundant_groups=buffer.redundant_groups // cell.nodes,
-        )
-        progress = state.get("cells", [{}] * cell.nodes)[cell.node]
-        samples = SampleBuffer(share, config.steps, self.version, **progress)
-        return spec, samples, self.rollout_task
 
-    def start(self, rollouts: Rollouts | None = None, dispatcher: type = Dispatcher) -> None:
+    def start(
+        self, workers: Processes | None = None, dispatcher: type[Dispatcher] = Dispatcher
+    ) -> None:
         """Start the workers, or go on with those of an earlier run, and give them their first
         weights: of version 0, or the checkpoint's."""
-        if self.cell.local_rank == 0:
-            if self.config.replay_batches:
-                self.rollouts = replay.Replay(self.config.replay_batches, self.version)
-            elif rollouts:
-                self.rollouts = rollouts
-                rollouts.begin(*self.for_workers, dispatcher)
-            else:
-                self.rollouts = Rollouts(*self.for_workers, dispatcher)
-                if self.log:
-                    self._greet()
-                with spans("start"):
-                    self.rollouts.start(self.cell.worker_devices, self.worker_threads)
-        self.publisher.connect(self.rollouts, self.rollout.start_timeout)
+        settings = self.settings
+        if self.ranks.local_rank == 0 and settings.replay_batches:
+            self.scheduler = replay.Replay(settings.replay_batches, self.version)
+        elif self.ranks.local_rank == 0:
+            self.workers = workers or Processes()
+            rest = self.buffer, self.ticket, dispatcher, self.spec.dtype
+            self.scheduler = Scheduler(self.workers, settings, *rest)
+            self._begin(new=workers is None)
+        if not settings.replay_batches:
+            each = settings.rollout_workers * settings.tensor_parallel
+            self.sender.connect(self.workers, each, settings.start_timeout)
+        if self.workers:
+            self.workers.patience = settings.worker_timeout
         self.publish(self.version)
         self.wait_committed()
-        if self.config.eval_every and self.version == 0:
+        if settings.eval_every and self.version == 0:
             self.evaluate()
 
-    def _greet(self) -> None:
-        print(
-            f"{self.config.model}, {self.buffer.batch_size} x {self.buffer.group_size} samples a "
-            f"step, alpha {self.buffer.alpha:g}, learning rate "
-            f"{self.trainer.config.learning_rate:g}; starting vLLM in "
-            f"{self.rollout.rollout_workers} rollout process(es) ...",
-            file=sys.stderr,
-        )
+    def _begin(self, new: bool) -> None:
+        """Have the workers start their engines, or drop what they did for an earlier run."""
+        settings, workers = self.settings, self.workers
+        specs = [replace(self.spec, rank=i) for i in range(settings.rollout_workers)]
+        if new and self.log:
+            self.log.greet()
+        with spans("start"):
+            if new:
+                workers.start(
+                    self.worker_main, specs, self.ranks.worker_devices, self.worker_threads
+                )
+            workers.listen(self.scheduler.hear, self.scheduler.holds, settings.start_timeout)
+            for worker, spec in enumerate(() if new else specs):
+                workers.send(worker, "begin", spec)
+            workers.await_word("ready" if new else "begun", settings.start_timeout)
 
     def close(self, keep_workers: bool = False) -> None:
-        if self.rollouts and not keep_workers:
-            self.rollouts.close()
+        if self.workers and not keep_workers:
+            self.workers.close()
         self.write_spans()
         if self.log:
             self.log.close()
         self.task.close()
 
-    def rollout_task(self, index: int, sample: int) -> RolloutTask:
-        """The task of one sample. Nodes take turns at the prompts: every nodes-th is this one's."""
-        place = index * self.cell.nodes + self.cell.node
-        prompt = prompt_order(len(self.task.train), self.config.seed, place)
-        return RolloutTask(index, sample, prompt, derive_seed(self.config.seed, place, sample))
+    def ticket(self, index: int, sample: int) -> Ticket:
+        """The right to generate one sample. Nodes take turns at the prompts: every nodes-th is this
+        one's."""
+        place = index * self.ranks.nodes + self.ranks.node
+        prompt_id = prompt_order(len(self.task.train), self.settings.seed, place)
+        return Ticket(index, sample, prompt_id, derive_seed(self.settings.seed, place, sample))
 
     # -- the verbs of the loops ------------------------------------------------------------------
 
@@ -277,10 +358,10 @@ class Run:
         self.started = time.perf_counter()
         spans.seconds.clear()
         with spans("wait"):
-            batch = self.rollouts and self.rollouts.get_batch(self.config.batch_timeout)
-            if self.log and self.config.dump_batches:
+            batch = self.scheduler and self.scheduler.get_batch(self.settings.batch_timeout)
+            if self.log and self.settings.dump_batches:
                 replay.dump(self.log.dir / "batches", self.version + 1, batch)
-            self.batch = self.cell.from_local_rank_zero(batch)
+            self.batch = self.ranks.from_local_rank_zero(batch)
         return self.batch
 
     @spans("train")
@@ -291,62 +372,59 @@ class Run:
     def publish(self, version: int) -> None:
         """Send the weights to every worker. Returns when they have left; see wait_committed."""
         reference = self.trainer.score(self.probe)
-
-        def send() -> None:
-            self.cell.barrier()  # every node's workers have paused
-            self.publisher.send()
-
-        if self.rollouts:
-            self.rollouts.publish(version, self.publisher.info, self.probe, reference, send)
-        else:
-            send()
+        if self.scheduler:
+            self.scheduler.pause(version, self.sender.manifest, self.probe, reference)
+        with spans("broadcast"):
+            self.ranks.barrier()  # every node's workers have paused
+            self.sender.send(self.workers and self.workers.check)
         self.version = version
 
     def wait_committed(self) -> None:
-        if self.rollouts:
+        if self.scheduler:
             with spans("publish"), spans("acknowledge"):
-                self.rollouts.wait_committed()
+                self.scheduler.wait_committed()
 
     def finish_step(self) -> None:
         """Close the books of a step; now and then evaluate, or save."""
-        config, step = self.config, self.version
+        settings, step = self.settings, self.version
         now = time.perf_counter()
         self.wall += now - self.started
         spans.add("step", self.started, now, args={"step": step})
         with spans("log"):
             if self.log:
                 row = {"step": step, "version": step - 1, "wall_s": self.wall}
-                row |= self.metrics | report.batch_metrics(self)
+                row |= self.metrics | batch_metrics(self)
                 self.log.step(row, self.batch, self.tokenizer)
             self.write_spans()
-        last = step == config.steps
-        if config.eval_every and (last or step % config.eval_every == 0):
+        last = step == settings.steps
+        if settings.eval_every and (last or step % settings.eval_every == 0):
             self.evaluate()
-        if last or (config.save_every and step % config.save_every == 0):
+        if last or (settings.save_every and step % settings.save_every == 0):
             self.save()
 
     def write_spans(self) -> None:
         """To trace.json: those of trainer rank 0 and its node's workers."""
         mine = spans.take()
-        if self.log and self.rollouts:
-            self.log.trace.write([mine, *self.rollouts.take_spans()])
+        if self.log and self.scheduler:
+            self.log.trace.write([mine, *self.scheduler.take_spans()])
 
     @spans("evaluate")
     def evaluate(self) -> None:
         """Score held-out prompts under the version just published, one sample each."""
-        start, cell = time.perf_counter(), self.cell
-        count = min(self.config.eval_prompts, len(self.task.test))
+        start, ranks = time.perf_counter(), self.ranks
+        count = min(self.settings.eval_prompts, len(self.task.test))
         rewards: list[float] = []
-        if self.rollouts:
-            tasks = [
-                RolloutTask(-1, 0, i, derive_seed(self.config.seed, 2**32, i), eval=True)
-                for i in range(cell.node, count, cell.nodes)
+        if self.scheduler:
+            tickets = [
+                Ticket(-1, 0, i, derive_seed(self.settings.seed, 2**32, i), eval=True)
+                for i in range(ranks.node, count, ranks.nodes)
             ]
-            rewards = [s.reward for s in self.rollouts.evaluate(tasks, self.config.batch_timeout)]
-            self.rollouts.take_counts()  # not part of the next step's
-        scored = cell.sum(float(len(rewards)))  # a prompt whose reward failed twice is left out
-        mean = cell.sum(float(sum(rewards))) / scored
-        solved = cell.sum(float(sum(r >= 1 for r in rewards))) / scored
+            samples = self.scheduler.evaluate(tickets, self.settings.batch_timeout)
+            rewards = [sample.reward for sample in samples]
+            self.scheduler.counts.clear()  # not part of the next step's
+        scored = ranks.sum(float(len(rewards)))  # a prompt whose reward failed twice is left out
+        mean = ranks.sum(float(sum(rewards))) / scored
+        solved = ranks.sum(float(sum(r >= 1 for r in rewards))) / scored
         if self.log:
             seconds = time.perf_counter() - start
             self.log.evaluation(self.version, mean, solved, int(scored), seconds)
@@ -355,166 +433,25 @@ class Run:
     def save(self) -> None:
         """Write checkpoint-<step>. Samples in progress are not saved: they are generated again."""
         self.wait_committed()
-        mine = self.rollouts and self.rollouts.progress()
-        cells = self.cell.gather_cells(mine)
-        directory = self.cell.from_rank_zero(self.log and str(self.log.dir))
-        batch = self.buffer.batch_size, self.buffer.group_size
+        cells = self.ranks.gather_nodes(self.scheduler and self.scheduler.progress())
+        directory = self.ranks.from_rank_zero(self.log and str(self.log.dir))
+        batch = self.settings.batch_size, self.settings.group_size
         progress = {"version": self.version, "wall": self.wall, "cells": cells, "batch": batch}
         path = Path(directory) / f"checkpoint-{self.version}"
-        self.trainer.save(path, self.tokenizer, progress)
-
-
-def cpu_threads(alone: bool, cell: Cell, rollout: RolloutConfig) -> tuple[int, int]:
-    """Threads of a trainer rank and of a worker. Phases that have the machine to themselves use all
-    of it; otherwise it is a core a process."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if not alone:
-        return 1, 1
-    return max(1, cores // cell.local_world), max(1, cores // rollout.rollout_workers)
-
-
-def probe_ids(run: Run) -> list[int]:
-    """The fixed sequence that trainer and engine both score at every publish: a real prompt, then
-    random tokens, so that many rows of the embedding count."""
-    prompt = encode_prompt(run.task, run.task.first_text(run.task.train[0]), run.tokenizer)[:32]
-    noise = np.random.default_rng(0).integers(len(run.tokenizer), size=32).tolist()
-    return (prompt + noise)[: run.max_model_len - 1]
-
-
-# -- start ---------------------------------------------------------------------------------------
-
-
-def check(config: RunConfig, buffer: BufferConfig, algo: AlgoConfig) -> None:
-    """What no single dataclass can see. Raises ValueError, with one line."""
-    if config.mode == "sync":
-        buffer.alpha = 0.0
-    if buffer.group_size == 1 and algo.advantage != "reinforce_pp":
-        raise ValueError(
-            f"--advantage {algo.advantage} compares samples of a group: --group_size 2 or more"
-        )
-    if buffer.group_size == buffer.batch_size == 1:
-        raise ValueError("one sample a batch cannot be compared with any other")
-    if not config.model:
-        config.model = "Qwen/Qwen2.5-0.5B-Instruct" if torch.cuda.is_available() else "tiny"
-    report.check_destinations(config.report_to)
-    if config.replay_batches:
-        replay.check(config.replay_batches, config.steps, buffer.group_size)
-        config.eval_every = 0  # nobody is there to answer
-    path = Path(config.run_dir)
-    if any(part.is_file() for part in (path, *path.parents)):
-        raise ValueError(f"--run_dir {config.run_dir}: there is a file of that name")
-    metrics = path / "metrics.jsonl"
-    failed_early = metrics.exists() and not metrics.stat().st_size  # nothing is lost
-    held = config.run_dir and (path / "config.json").exists() and not failed_early
-    if held and not config.resume:
-        raise ValueError(
-            f"{config.run_dir} holds a run already: choose another --run_dir, or --resume it"
-        )
-
-
-def load_tokenizer(model: str) -> tuple:
-    """The tokenizer of a model, and how many tokens it takes at most."""
-    with one_line_if_missing(model):
-        config = AutoConfig.from_pretrained(model)
-        return AutoTokenizer.from_pretrained(model), getattr(
-            config, "max_position_embeddings", sys.maxsize
-        )
-
-
-def check_prompts(run: Run) -> None:
-    """Every prompt has to leave room for a response; data sets are read as far as the run goes. Of
-    rows that are made when they are asked for one is enough: that may be slow, and an episode
-    checks its own."""
-    rows = list(run.task.train[:1])
-    if isinstance(run.task.train, list):
-        used = min(run.config.steps * run.buffer.batch_size, len(run.task.train))
-        places = [prompt_order(len(run.task.train), run.config.seed, i) for i in range(used)]
-        rows = [run.task.train[i] for i in places] + list(run.task.test[: run.config.eval_prompts])
-    for row in rows:
-        text = run.task.first_text(row)
-        length = len(encode_prompt(run.task, text, run.tokenizer))
-        if length + run.max_tokens > run.max_model_len:
-            raise ValueError(
-                f"a prompt of {length} tokens and a response of --max_tokens {run.max_tokens} do "
-                f"not fit into --max_model_len {run.max_model_len}: {text[:50]!r}..."
-            )
-
-
-def load_checkpoint(directory: str, cells: int, buffer: BufferConfig) -> tuple[dict, str]:
-    """State and path of the last checkpoint in a run directory; ({}, "") without one to resume."""
-    if not directory:
-        return {}, ""
-    found = [p for p in Path(directory).glob("checkpoint-*") if (p / STATE_FILE).exists()]
-    if not found:
-        raise ValueError(f"--resume {directory}: no checkpoint in it")
-    path = max(found, key=lambda p: int(p.name.split("-")[1]))
-    state = torch.load(path / STATE_FILE, weights_only=False, map_location="cpu")
-    if len(state["cells"]) != cells:
-        raise ValueError(f"{path} is of a run on {len(state['cells'])} nodes, not on {cells}")
-    if state["batch"] != (buffer.batch_size, buffer.group_size):
-        raise ValueError(
-            f"{path} is of a run with batches of {state['batch'][0]} x {state['batch'][1]}"
-        )
-    return state, str(path)
-
-
-def as_flags(settings: dict) -> list[str]:
-    """A mapping of names to values as a command line."""
-    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-
-
-def parse(argv: list[str]) -> list:
-    """Flags as the six dataclasses. Settings of a file (first argument) or of a run that is resumed
-    come first, so that flags override them. Exits with code 2 and one line for what is wrong."""
-    parser = HfArgumentParser(
-        (RunConfig, TrainerConfig, RolloutConfig, BufferConfig, EnvConfig, AlgoConfig),
-        usage="train.py [SETTINGS.yaml] [flags]",
-        description="Asynchronous RL for language models (ROLL Flash, arXiv 2510.11345).",
-        allow_abbrev=False,
-    )
-
-    def fail(message: str):
-        print(f"train.py: {message}", file=sys.stderr)
-        raise SystemExit(2)
-
-    def flags_of(path: Path) -> list[str]:
-        try:
-            settings = yaml.safe_load(path.read_text())  # JSON is YAML too
-        except FileNotFoundError:
-            fail(f"no such file: {path}")
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            fail(f"{path}: {' '.join(str(error).split())}")
-        if not isinstance(settings, dict):
-            fail(f"{path}: a mapping of flags to values is expected")
-        settings.pop("trainers", None)  # in a run's config.json, and no flag
-        return as_flags({k: v for k, v in settings.items() if v not in (None, "")})
-
-    parser.error = fail
-    if argv and not argv[0].startswith("-"):
-        argv = flags_of(Path(argv[0])) + argv[1:]
-    if directory := parser.parse_known_args(argv)[0].resume:
-        argv = flags_of(Path(directory) / "config.json") + argv + ["--run_dir", directory]
-    try:
-        *configs, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
-    except ValueError as error:
-        fail(str(error))
-    if unknown:
-        fail(f"unknown flag {unknown[0]} (--help lists all)")
-    return configs
+        checkpoint.save(path, self.trainer, self.tokenizer, progress)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, 1 for a failure, 2 for bad input, 130 after Ctrl-C."""
-    configs = parse(sys.argv[1:] if argv is None else argv)
+    settings = parse(sys.argv[1:] if argv is None else argv)
     transformers.utils.logging.disable_progress_bar()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # torchrun ends its ranks with it
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     run, code, message = None, 0, ""
     try:
-        run = Run(*configs)
+        run = Run(settings)
         run.start()
-        loop = train_sync if run.config.mode == "sync" else train_async
-        loop(run)
+        (train_sync if settings.mode == "sync" else train_async)(run)
         if run.log:
             run.log.summary()
     except ValueError as error:

@@ -1,8 +1,10 @@
-"""Draws docs/algorithms.png: what each policy loss makes of a token, as a function of its ratio.
+"""Draws docs/algorithms.png, what each policy loss makes of a token, as a function of its ratio;
+and writes the table of flags in docs/algorithms.md.
 
     python docs/draw_algorithms.py
 
-The curves are computed by autograd from the functions of algos.py themselves.
+The curves are computed by autograd from the functions of algos.py themselves, and the table is what
+those functions were registered with.
 """
 
 import sys
@@ -17,6 +19,10 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import algos  # noqa: E402
+from plumbing.settings import Settings, owners  # noqa: E402
+
+PAGE = HERE / "algorithms.md"
+BEGIN, END = "<!-- flags: written by draw_algorithms.py -->\n", "<!-- end of flags -->\n"
 
 RATIOS = torch.logspace(-1, 1, 801, dtype=torch.float64)
 PANELS = [  # title, loss, where pi_prox is, other settings
@@ -46,12 +52,30 @@ def weight(loss: str, proximal: str, sign: float, flags: dict) -> torch.Tensor:
         reward=torch.full_like(RATIOS, float(sign > 0)),
         sample=torch.arange(len(RATIOS)),
     )
-    value, _ = algos.LOSSES[loss](tokens, algos.AlgoConfig(loss=loss, **flags))
+    value, _ = algos.LOSSES[loss](tokens, Settings(loss=loss, **flags))
     value.sum().backward()
     return -logp.grad / sign
 
 
+def table() -> str:
+    """The flags that losses, advantages and aggregations bring along, in Markdown."""
+    lines = ["| flag | default | of | what it is |", "|---|---|---|---|"]
+    for flag, (kind, names) in owners().items():
+        field = algos.KINDS[kind][names[0]].flags[flag]
+        of = ", ".join(f"`{name}`" for name in names)
+        text = field.metadata["help"].replace("|A|", "abs(A)")
+        lines.append(f"| `--{flag}` | {field.default:g} | {of} | {text} |")
+    return "\n".join(lines) + "\n"
+
+
+def page(text: str) -> str:
+    """docs/algorithms.md with the table as it is now."""
+    before, _, rest = text.partition(BEGIN)
+    return before + BEGIN + table() + END + rest.partition(END)[2]
+
+
 def main(target: Path = HERE / "algorithms.png") -> None:
+    PAGE.write_text(page(PAGE.read_text()))
     figure, axes = plt.subplots(3, 4, figsize=(12, 8), sharex=True, sharey=True)
     for axis, (title, loss, proximal, flags) in zip(axes.flat, PANELS, strict=True):
         for sign, colour, style, label in (

@@ -29,30 +29,34 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # see train.py: before torc
 
 import argparse
 import itertools
-import json
 import platform
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import transformers
-from tqdm import tqdm
 
 import train
-from envs import Addition, EnvConfig, Row, make_task
-from experiments.mechanisms import StaticSplit, lognormal
+from envs import Row
+from experiments import naive
+from experiments.bench import Bench, band, ratio, spread, table, train_to_the_end, write_json
+from experiments.mechanisms import lognormal
 from plumbing.models import resolve_model
+from plumbing.settings import Settings, as_flags, parse
+from plumbing.spans import spans
 from report.figures import finish, plot_timeline, plt
-from report.timeline import spans
-from rollout import Dispatcher, Rollouts
+from rollout import Dispatcher
+from tasks.find import make_task
+from tasks.puzzles import Addition
 
+FIXED = dict(batch_size=16, learning_rate=3e-4, max_model_len=1024, eval_every=0, eval_prompts=512)
+ALONE = "each side alone"
 WARM, TAIL = 3, 3  # steps before and after those that are timed: the pipeline fills and empties
 
 
@@ -144,13 +148,14 @@ def arms_of(cores: int, alphas: list[float]) -> list[Arm]:
             )
         ]
         split = max(1, cores - 1)
-    naive = sync[-1]._replace(name="naive sync", dispatcher=StaticSplit)
-    return [naive, *sync, *(Arm(f"async {a:g}", "async", a, split, 1, 1) for a in alphas)]
+    weakest = sync[-1]._replace(name="naive sync", dispatcher=naive.StaticSplit)
+    return [weakest, *sync, *(Arm(f"async {a:g}", "async", a, split, 1, 1) for a in alphas)]
 
 
 class Measured(train.Run):
     """A run that keeps its weights now and then, and its batches if asked to."""
 
+    worker_main = staticmethod(naive.worker_main)
     every = 0  # steps between weights that are kept
     idle_trainer = False
 
@@ -206,73 +211,53 @@ class Measured(train.Run):
         return float(np.mean(seconds))
 
 
-class Bench:
-    """Runs arms one after the other; engines are started once for each kind and kept."""
+def model_of(env: str) -> str:
+    """All lengths start from one model: their warm-up is the same."""
+    env = LONG if env.startswith(__file__) else env
+    return resolve_model("tiny", make_task(Settings(env=env)), env)
 
-    def __init__(self, args, flags: list[str]):
-        self.args, self.flags, self.runs = args, flags, 0
-        self.timed = WARM + args.steps + TAIL  # steps of a run that is timed
-        self.rollouts: dict[tuple, Rollouts] = {}
-        self.models: dict[str, str] = {}
-        self.directories: dict[tuple[str, str], Path] = {}  # of the last run of a case and an arm
 
-    def model_of(self, env: str) -> str:
-        """All lengths start from one model: its warm-up is the same."""
-        env = LONG if env.startswith(__file__) else env
-        if env not in self.models:
-            self.models[env] = resolve_model("tiny", make_task(EnvConfig(env=env)), env)
-        return self.models[env]
+class TrainingBench(Bench):
+    """A bench whose arms train. `flags` of train.py are for all of them."""
 
-    def run(self, case: Case, arm: Arm, seed: int, steps: int, what: Callable, **traits):
+    def __init__(self, directory: Path, steps: int, flags: list[str], total: int):
+        super().__init__(directory, total)
+        self.flags, self.timed = flags, WARM + steps + TAIL  # steps of a run that is timed
+        self.shown: dict[tuple[str, str], Path] = {}  # directory of a case's and arm's last run
+
+    def train(self, case: Case, arm: Arm, seed: int, steps: int, what: Callable, **traits):
         """Train for so many steps; returns what(run) of the finished run."""
-        self.runs += 1
-        name = f"{self.runs:03}-{arm.name.replace(' ', '-')}"
-        directory = self.directories[case.name, arm.name] = self.args.out / name
-        settings = {
-            "model": self.model_of(case.env),
+        settings = FIXED | {
+            "model": model_of(case.env),
             "env": case.env,
             "mode": arm.mode,
             "alpha": arm.alpha,
             "rollout_workers": arm.workers,
-            "batch_size": 16,
-            "learning_rate": 3e-4,
-            "max_model_len": 1024,
-            "eval_every": 0,
-            "eval_prompts": 512,
             "steps": steps,
             "seed": seed,
-            "run_dir": directory,
+            "run_dir": self.new_directory(arm.name),
         }
-        flags = train.as_flags(settings | case.flags)
-        run = Measured(*train.parse(flags + self.flags))
-        run.log.bar.disable = True  # there is one for all arms
+        run = Measured(parse(as_flags(settings | case.flags) + self.flags))
+        self.shown[case.name, arm.name] = run.log.dir
         for name, value in traits.items():
             setattr(run, name, value)
         torch.set_num_threads(arm.trainer_threads)
         run.worker_threads = arm.worker_threads
-        kind = arm.workers, arm.worker_threads
-        try:
-            run.start(self.rollouts.get(kind), arm.dispatcher)
-            (train.train_sync if arm.mode == "sync" else train.train_async)(run)
-            run.wait_committed()
+
+        def work(run: Measured):
+            train_to_the_end(run)
             return what(run)
-        finally:
-            if run.rollouts:
-                self.rollouts[kind] = run.rollouts  # to be closed, also if it has just begun
-            run.close(keep_workers=True)
+
+        return self.measure(run, work, arm.dispatcher, (arm.workers, arm.worker_threads))
 
     def step_seconds(self, case: Case, arm: Arm, seed: int, **traits) -> float:
         """Mean seconds a step, of those in the middle of a run."""
-        return self.run(case, arm, seed, self.timed, middle, **traits)
+        return self.train(case, arm, seed, self.timed, middle, **traits)
 
     def alone(self, case: Case, arm: Arm, seed: int) -> tuple[float, float]:
         """Seconds a step of generation alone, and of training alone, publish included."""
         generate = self.step_seconds(case, arm, seed, idle_trainer=True)
-        return generate, self.run(case, arm, seed, self.timed, Measured.train_alone)
-
-    def close(self) -> None:
-        for rollouts in self.rollouts.values():
-            rollouts.close()
+        return generate, self.train(case, arm, seed, self.timed, Measured.train_alone)
 
 
 def middle(run: Measured) -> float:
@@ -285,25 +270,19 @@ def strongest(seconds: dict[str, list[float]]) -> str:
     return min((a for a in seconds if a.startswith("sync")), key=lambda a: np.median(seconds[a]))
 
 
-def ratio(over: list[float], under: list[float]) -> str:
-    """Median and range of paired ratios."""
-    ratios = np.divide(over, under)
-    return f"{np.median(ratios):.2f} ({ratios.min():.2f}-{ratios.max():.2f})"
-
-
-def table(case: Case, seconds: dict[str, list[float]]) -> str:
-    best, naive = strongest(seconds), next(iter(seconds))
-    lines = [
-        f"| {case.name} | seconds a step: median (range) | naive sync / it | {best} / it |",
-        "|---|---|---|---|",
+def time_table(case: Case, seconds: dict[str, list[float]]) -> str:
+    best, naive_sync = strongest(seconds), next(iter(seconds))
+    head = [case.name, "seconds a step: median (range)", "naive sync / it", f"{best} / it"]
+    rows = [
+        [
+            f"{name} (strongest)" if name == best else name,
+            spread(values),
+            ratio(seconds[naive_sync], values),
+            ratio(seconds[best], values),
+        ]
+        for name, values in seconds.items()
     ]
-    for name, values in seconds.items():
-        lines.append(
-            f"| {name}{' (strongest)' if name == best else ''} | {np.median(values):.2f} "
-            f"({min(values):.2f}-{max(values):.2f}) | {ratio(seconds[naive], values)} | "
-            f"{ratio(seconds[best], values)} |"
-        )
-    return "\n".join(lines)
+    return table(head, rows)
 
 
 def reached(curve: list[tuple[float, float]], target: float) -> float:
@@ -320,18 +299,13 @@ def reward_table(curves: dict[str, list], best: str) -> str:
     runs = [curve for of_arm in curves.values() for curve in of_arm]
     start = np.mean([curve[0][1] for curve in runs])
     target = start + 0.9 * (min(max(r for _, r in curve) for curve in runs) - start)
-    lines = [
-        f"| | seconds to a held-out solve rate of {target:.2f} | {best} / it | at the end |",
-        "|---|---|---|---|",
-    ]
-    sync = [reached(curve, target) for curve in curves[best]]
+    head = ["", f"seconds to a held-out solve rate of {target:.2f}", f"{best} / it", "at the end"]
+    sync, rows = [reached(curve, target) for curve in curves[best]], []
     for name, of_arm in curves.items():
         times = [reached(curve, target) for curve in of_arm]
         ends = ", ".join(f"{curve[-1][1]:.2f}" for curve in of_arm)
-        lines.append(
-            f"| {name} | {', '.join(f'{t:.0f}' for t in times)} | {ratio(sync, times)} | {ends} |"
-        )
-    return "\n".join(lines)
+        rows.append([name, ", ".join(f"{t:.0f}" for t in times), ratio(sync, times), ends])
+    return table(head, rows)
 
 
 def draw(results: dict[str, dict], target: Path) -> Path:
@@ -363,14 +337,7 @@ def draw_sweep(sweeps: dict[str, dict], target: Path) -> Path:
         values = sorted(points)
         for number, arm in enumerate(points[values[0]]):
             ratios = [points[value][arm] for value in values]
-            axis.plot(values, [np.median(r) for r in ratios], f"C{number + 1}o-", label=arm)
-            axis.fill_between(
-                values,
-                [min(r) for r in ratios],
-                [max(r) for r in ratios],
-                color=f"C{number + 1}",
-                alpha=0.2,
-            )
+            band(axis, values, ratios, color=f"C{number + 1}", label=arm)
         axis.axhline(1, color="gray", linewidth=0.8)
         axis.set(xscale="log", xlabel=what, ylabel="strongest sync / async")
         axis.set_xticks(values, [f"{value:g}" for value in values])
@@ -382,50 +349,33 @@ def draw_sweep(sweeps: dict[str, dict], target: Path) -> Path:
 # -- commands ------------------------------------------------------------------------------------
 
 
-def time_steps(bench: Bench, case: Case, arms: list[Arm], bar: tqdm, alone: list | None = None):
-    """Seconds a step of every arm, one value a round; every other round runs them backwards. To
-    `alone` go each round's seconds of both sides of the first asynchronous arm."""
-    seconds: dict[str, list[float]] = {arm.name: [] for arm in arms}
-    first = next(arm for arm in arms if arm.mode == "async")
-    for repeat in range(bench.args.repeats):
-        for arm in arms if repeat % 2 == 0 else arms[::-1]:
-            bar.set_postfix_str(f"{case.name}, {arm.name}")
-            seconds[arm.name].append(bench.step_seconds(case, arm, repeat))
-            bar.update()
-        if alone is not None:
-            bar.set_postfix_str(f"{case.name}, {first.name}, each side alone")
-            alone.append(bench.alone(case, first, repeat))
-            bar.update()
-    return seconds
-
-
-def compare(bench: Bench, case: Case, arms: list[Arm], bar: tqdm) -> dict:
+def compare(bench: TrainingBench, case: Case, arms: list[Arm], args) -> dict:
     """Everything about one task: times, what bounds them, and reward against wall time."""
-    args, alone = bench.args, []
-    seconds = time_steps(bench, case, arms, bar, alone)
-    best, chosen = strongest(seconds), arms[-len(args.alphas) :]
+
+    def measure(arm: Arm, repeat: int):
+        return (bench.alone if arm.name == ALONE else bench.step_seconds)(case, arm, repeat)
+
+    asynchronous = arms[-len(args.alphas) :]
+    sides = asynchronous[0]._replace(name=ALONE)
+    seconds = bench.in_turn([*arms, sides], args.repeats, measure, case.name)
+    alone, best = seconds.pop(ALONE), strongest(seconds)
     result = {"seconds": seconds, "alone": alone}
-    shown = [bench.directories[case.name, name] for name in (best, chosen[0].name)]
+    shown = [bench.shown[case.name, name] for name in (best, asynchronous[0].name)]
     target = plot_timeline(shown, args.out / f"timeline-{case.env.rpartition(':')[2]}.png")
     print(f"what bounds them: {target}", file=sys.stderr)
     if args.reward_steps:
-        curves = result["curves"] = {
-            arm.name: [] for arm in arms if arm.name == best or arm in chosen
-        }
-        every = max(1, args.reward_steps // 10)
-        for seed in range(args.reward_seeds):
-            for arm in (arm for arm in arms if arm.name in curves):
-                bar.set_postfix_str(f"{case.name}, reward, {arm.name}")
-                curve = bench.run(case, arm, seed, args.reward_steps, Measured.curve, every=every)
-                curves[arm.name].append(curve)
-                bar.update()
+        chosen = [arm for arm in arms if arm.name == best or arm in asynchronous]
+        how = {"steps": args.reward_steps, "every": max(1, args.reward_steps // 10)}
+        measure = partial(bench.train, case, what=Measured.curve, **how)
+        what = f"{case.name}, reward"
+        result["curves"] = bench.in_turn(chosen, args.reward_seeds, measure, what)
     return result
 
 
 def describe(case: Case, result: dict) -> str:
     """The tables of one task, and what bounds its asynchronous step."""
     seconds = result["seconds"]
-    parts = [table(case, seconds)]
+    parts = [time_table(case, seconds)]
     name = next(arm for arm in seconds if arm.startswith("async"))
     alone = np.array(result["alone"])  # [rounds, 2]
     generation, training = np.median(alone, axis=0)
@@ -439,12 +389,13 @@ def describe(case: Case, result: dict) -> str:
     return "\n\n".join(parts)
 
 
-def sweep(bench: Bench, arms: list[Arm], bar: tqdm, found: dict[str, dict]) -> None:
+def sweep(bench: TrainingBench, arms: list[Arm], repeats: int, found: dict[str, dict]) -> None:
     """Into `found`, paired ratios of the strongest sync to each async arm, over lengths and
     latencies."""
     for what, points in SWEEPS.items():
         for value, case in points:
-            seconds = time_steps(bench, case, arms[1:], bar)
+            measure = partial(bench.step_seconds, case)
+            seconds = bench.in_turn(arms[1:], repeats, measure, case.name)
             best = seconds[strongest(seconds)]
             found.setdefault(what, {})[value] = {
                 arm: np.divide(best, seconds[arm]).tolist()
@@ -470,7 +421,7 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
     # Tasks stand before all flags: else the value of a flag of train.py would be one.
     tasks = list(itertools.takewhile(lambda word: not word.startswith("-"), sys.argv[1:]))
     args, flags = parser.parse_known_args(sys.argv[1 + len(tasks) :])
-    args.tasks = tasks
+    args.tasks = tasks or list(CASES)
     if unknown := set(args.tasks) - set(CASES):
         parser.error(f"no task {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     try:
@@ -483,50 +434,42 @@ def parse_args() -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"--out {args.out} exists already")
     free = (Path(f"runs/compare-{n}") for n in range(1, 10_000))
     args.out = args.out or next(path for path in free if not path.exists())
-    train.parse(flags)  # a wrong flag is said now
+    parse(flags)  # a wrong flag is said now
     return args, flags
 
 
+def runs_in_all(args, arms: list[Arm]) -> int:
+    """What the bar counts."""
+    if args.sweep:
+        return args.repeats * (len(arms) - 1) * sum(map(len, SWEEPS.values()))
+    rewards = (1 + len(args.alphas)) * args.reward_seeds * bool(args.reward_steps)
+    return (args.repeats * (len(arms) + 1) + rewards) * len(args.tasks)
+
+
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     args, flags = parse_args()
     cores = len(os.sched_getaffinity(0))
-    arms = arms_of(cores, args.alphas)
-    cases = {name: CASES[name] for name in args.tasks or CASES}
-    transformers.utils.logging.disable_progress_bar()
-    bench, results, code = Bench(args, flags), {}, 0
+    arms, results = arms_of(cores, args.alphas), {}
     args.out.mkdir(parents=True)
-    if args.sweep:
-        total = args.repeats * (len(arms) - 1) * sum(map(len, SWEEPS.values()))
-    else:
-        rewards = (1 + len(args.alphas)) * args.reward_seeds * bool(args.reward_steps)
-        total = (args.repeats * (len(arms) + 1) + rewards) * len(cases)
-    bar = tqdm(total=total, unit="run")
-    try:
+    with TrainingBench(args.out, args.steps, flags, runs_in_all(args, arms)) as bench:
         if args.sweep:
-            sweep(bench, arms, bar, results)
-        for name, case in {} if args.sweep else cases.items():
-            results[name] = compare(bench, case, arms, bar)
-            (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    except KeyboardInterrupt:
-        print("interrupted; what is done is below", file=sys.stderr)
-        code = 130
-    finally:
-        bar.close()
-        bench.close()
+            sweep(bench, arms, args.repeats, results)
+        for name in () if args.sweep else args.tasks:
+            results[name] = compare(bench, CASES[name], arms, args)
+            write_json(args.out / "results.json", results)
     print(f"{platform.machine()}, {cores} cores, {date.today()}, {args.repeats} runs an arm")
-    (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    write_json(args.out / "results.json", results)
     if args.sweep and results:
         for what, points in results.items():
             for value, ratios in points.items():
-                text = ", ".join(f"{arm} {ratio(r, np.ones(len(r)))}" for arm, r in ratios.items())
+                text = ", ".join(f"{arm} {spread(r)}" for arm, r in ratios.items())
                 print(f"{what} {value:g}: strongest sync / {text}")
         print(draw_sweep(results, args.out / "sweep.png"))
     elif results:
         for name, result in results.items():
-            print(describe(cases[name], result), end="\n\n")
+            print(describe(CASES[name], result), end="\n\n")
         print(draw(results, args.out / "compare.png"))
-    return code
+    return bench.code
 
 
 if __name__ == "__main__":

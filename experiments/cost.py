@@ -22,24 +22,25 @@ import math
 import resource
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.multiprocessing as mp
-import transformers
 from safetensors import safe_open
 from tqdm import tqdm
 
 import algos
-import rollout
-from buffer import BufferConfig, RolloutTask, Sample, SampleBuffer
-from envs import EnvConfig
-from episode import Limits
+from buffer import Sample, SampleBuffer, Ticket
 from experiments import compare
-from report.log import read_rows
-from worker import WorkerSpec
+from experiments.bench import band
+from plumbing.processes import Processes
+from plumbing.settings import Settings
+from plumbing.weights import Manifest
+from report.rows import read_rows
+from rollout import Scheduler
 
 TOKENS = 1000  # of a sample of `owner`
 
@@ -51,48 +52,42 @@ AXES = {
     "median length": tuple(compare.LENGTHS),
     "workers": (1, 2, 3),
 }
+BASE = {"prompts a batch": 16, "samples a group": 8, "median length": 16, "workers": 1}
 
 
-def setting(axis: str, value: int) -> tuple[compare.Case, compare.Arm]:
+def case_of(axis: str, value: int) -> compare.Case:
     """What is trained where `axis` has this value and all else is as at the base."""
-    env = compare.LENGTHS[value] if axis == "median length" else compare.LONG
-    flags = {
-        "batch_size": value if axis == "prompts a batch" else 16,
-        "group_size": value if axis == "samples a group" else 8,
-    }
-    workers = value if axis == "workers" else 1
-    arm = compare.Arm(f"{workers} workers", "async", 1, workers, 1, 1)
-    return compare.Case(f"{axis} {value}", env, flags), arm
+    prompts, samples, median, workers = (BASE | {axis: value}).values()
+    flags = {"batch_size": prompts, "group_size": samples, "rollout_workers": workers}
+    return compare.Case(f"{axis} {value}", compare.LENGTHS[median], flags)
 
 
-def scaling(args) -> None:
-    """Print and draw seconds a step, and microseconds a trained token, along every axis."""
-    found: dict[str, dict[int, list[tuple]]] = {axis: {} for axis in AXES}
-    with tempfile.TemporaryDirectory() as directory:
-        args.out = Path(directory)
-        bench = compare.Bench(args, [])
-        bar = tqdm(total=args.repeats * sum(map(len, AXES.values())), unit="run")
-        try:
-            for repeat in range(args.repeats):
-                for axis, values in AXES.items():
-                    for value in values:
-                        case, arm = setting(axis, value)
-                        bar.set_postfix_str(case.name)
-                        run = bench.run(case, arm, repeat, bench.timed, seconds_and_tokens)
-                        found[axis].setdefault(value, []).append(run)
-                        bar.update()
-        finally:
-            bar.close()
-            bench.close()
-    for axis, values in found.items():
-        for value, runs in values.items():
-            seconds, tokens = np.array(runs).T
-            print(
-                f"{axis} {value}: {np.median(seconds):.3f} s a step "
-                f"({min(seconds):.3f}-{max(seconds):.3f}), "
-                f"{1e6 * np.median(seconds / tokens):.0f} microseconds a trained token"
-            )
-    draw(found, args.figure)
+def scaling(args) -> int:
+    """Print and draw seconds a step, and microseconds a trained token, along every axis. Returns
+    the exit code."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    total = args.repeats * sum(map(len, AXES.values()))
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        compare.TrainingBench(Path(directory), args.steps, [], total) as bench,
+    ):
+
+        def measure(case: compare.Case, repeat: int) -> tuple[float, float]:
+            arm = compare.Arm("async 1", "async", 1, case.flags["rollout_workers"], 1, 1)
+            return bench.train(case, arm, repeat, bench.timed, seconds_and_tokens)
+
+        for axis, values in AXES.items():
+            cases = [case_of(axis, value) for value in values]
+            found |= bench.in_turn(cases, args.repeats, measure)
+    for name, runs in found.items():
+        seconds, tokens = np.array(runs).T
+        print(
+            f"{name}: {np.median(seconds):.3f} s a step ({min(seconds):.3f}-{max(seconds):.3f}), "
+            f"{1e6 * np.median(seconds / tokens):.0f} microseconds a trained token"
+        )
+    if not bench.code:
+        draw(found, args.figure)
+    return bench.code
 
 
 def seconds_and_tokens(run: compare.Measured) -> tuple[float, float]:
@@ -101,51 +96,48 @@ def seconds_and_tokens(run: compare.Measured) -> tuple[float, float]:
     return compare.middle(run), float(np.mean([row["tokens"] for row in rows]))
 
 
-def draw(found: dict[str, dict[int, list[tuple]]], target: Path) -> None:
+def draw(found: dict[str, list[tuple[float, float]]], target: Path) -> None:
     from report.figures import finish, plt  # matplotlib, only here
 
-    figure, axes = plt.subplots(1, len(found), figsize=(14, 3.4))
-    for axis, (name, runs) in zip(axes, found.items(), strict=True):
-        values = {value: [seconds for seconds, _ in of] for value, of in runs.items()}
-        x, medians = list(values), [np.median(seconds) for seconds in values.values()]
-        axis.plot(x, medians, "o-")
-        axis.fill_between(
-            x, [min(s) for s in values.values()], [max(s) for s in values.values()], alpha=0.2
-        )
-        if name != "workers":
-            axis.plot(x, medians[0] * np.array(x) / x[0], ":", color="gray", label="linear")
+    figure, axes = plt.subplots(1, len(AXES), figsize=(14, 3.4))
+    for axis, (name, x) in zip(axes, AXES.items(), strict=True):
+        values = [[seconds for seconds, _ in found[f"{name} {value}"]] for value in x]
+        band(axis, x, values)
+        axis.set(xlabel=name, ylabel="seconds a step")
+        if name == "workers":
+            axis.set_ylim(0, None)
+        else:
+            linear = np.median(values[0]) * np.array(x) / x[0]
+            axis.plot(x, linear, ":", color="gray", label="linear")
             axis.set(xscale="log", yscale="log")
             axis.legend()
         axis.set_xticks(x, x, minor=False)
         axis.set_xticks([], minor=True)
-        axis.set(
-            xlabel=name, ylabel="seconds a step", ylim=(None if name != "workers" else 0, None)
-        )
     print(finish(figure, axes, target))
 
 
 # -- the owner's thread --------------------------------------------------------------------------
 
 
-def answer_at_once(conn, spec: WorkerSpec) -> None:
-    """A rollout process without an engine: every task comes back at once, 8 to a message, as after
-    an engine step. Each sample has arrays of its own: pickle sends what is shared only once."""
+def answer_at_once(conn, spec: None) -> None:
+    """A rollout process without an engine: every ticket comes back at once, 8 to a message, as
+    after an engine step. Each sample has arrays of its own: pickle sends shared ones only once."""
     version, ids = -1, np.arange(TOKENS, dtype=np.int32)
     mask, logprobs = np.ones(TOKENS, bool), np.zeros(TOKENS, np.float32)
     conn.send(("ready",))
     while True:
         kind, *args = conn.recv()
-        if kind == "tasks":
+        if kind == "tickets":
             samples = [
                 Sample(
-                    task,
+                    ticket,
                     ids.copy(),
                     mask.copy(),
                     logprobs.copy(),
                     np.full(TOKENS, version, np.int32),
-                    float(task.sample % 2),
+                    float(ticket.sample % 2),
                 )
-                for task in args[0]
+                for ticket in args[0]
             ]
             for i in range(0, len(samples), 8):
                 conn.send(("results", samples[i : i + 8], [], [], {"tokens": 1}, []))
@@ -161,26 +153,27 @@ def answer_at_once(conn, spec: WorkerSpec) -> None:
 def owner(args) -> None:
     """Print CPU seconds of the owner's thread for 1,000 samples, that is its share of a core at
     1,000 samples a second."""
-    rollout.worker_main = answer_at_once
-    steps, config = args.steps, BufferConfig(batch_size=64, group_size=8, alpha=2)
-    settings = rollout.RolloutConfig(rollout_workers=2, max_num_seqs=256)
-    limits = Limits(TOKENS, 1, TOKENS + 1)
-    spec = WorkerSpec(0, "", settings, EnvConfig(), 0, limits, "float32", False, 0.0)
-    buffer = SampleBuffer(config, steps)
-    rollouts = rollout.Rollouts(spec, buffer, lambda i, s: RolloutTask(i, s, i, 0))
-    rollouts.start([None, None], 1)
+    sizes = {"steps": args.steps, "batch_size": 64, "group_size": 8, "alpha": 2.0}
+    settings = Settings(**sizes, rollout_workers=2, max_num_seqs=256)
+    buffer, workers = SampleBuffer(**settings.pick(SampleBuffer)), Processes()
+    scheduler = Scheduler(workers, settings, buffer, lambda i, s: Ticket(i, s, i, 0))
+    nothing = Manifest([], [], "float32", 1), [], np.zeros(1)  # is sent, and scores 0
+    workers.start(answer_at_once, [None, None], [None, None], 1)
     try:
-        rollouts.publish(0, {}, [], np.zeros(1), lambda: None)
-        clock = time.pthread_getcpuclockid(rollouts._thread.ident)
+        workers.listen(scheduler.hear, scheduler.holds, 60)
+        workers.await_word("ready", 60)
+        scheduler.pause(0, *nothing)
+        thread = next(t for t in threading.enumerate() if t.name == "rollout owner")
+        clock = time.pthread_getcpuclockid(thread.ident)
         start, begun = time.clock_gettime(clock), time.perf_counter()
         samples = 0
-        for version in tqdm(range(steps), unit="batch"):
-            samples += len(rollouts.get_batch(60))
-            rollouts.publish(version + 1, {}, [], np.zeros(1), lambda: None)
-        rollouts.wait_committed()
+        for version in tqdm(range(args.steps), unit="batch"):
+            samples += len(scheduler.get_batch(60))
+            scheduler.pause(version + 1, *nothing)
+        scheduler.wait_committed()
         spent, seconds = time.clock_gettime(clock) - start, time.perf_counter() - begun
     finally:
-        rollouts.close()
+        workers.close()
     print(
         f"{samples} samples of {TOKENS} tokens in {seconds:.1f} s ({samples / seconds:.0f} a "
         f"second): the owner's thread took {spent:.2f} s of CPU, so at 1,000 samples a second "
@@ -239,7 +232,7 @@ def memory(args) -> None:
         process.join()
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -255,10 +248,10 @@ def main() -> None:
     command = commands.add_parser("memory", help="peak of a large vocabulary")
     command.add_argument("--tokens", type=int, default=4096)
     args = parser.parse_args()
-    transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    {"scaling": scaling, "owner": owner, "publish": publish, "memory": memory}[args.command](args)
+    command = {"scaling": scaling, "owner": owner, "publish": publish, "memory": memory}
+    return command[args.command](args) or 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,7 +15,6 @@ come first, so that what is there at any time is balanced.
 import argparse
 import json
 import shutil
-import signal
 import sys
 from collections.abc import Iterator
 from itertools import product
@@ -23,10 +22,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import transformers
 
 import train
-from report.log import read_rows
+from experiments import bench
+from plumbing.settings import as_flags, parse
+from report.rows import read_rows
 
 # Student's t, 97.5 %, by degrees of freedom: of seeds there are few.
 T_975 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -70,7 +70,7 @@ class Trials:
     """The runs of a grid, one after the other on one rollout process."""
 
     def __init__(self, args, flags: list[str]):
-        self.args, self.flags, self.rollouts = args, flags, None
+        self.args, self.flags = args, flags
 
     def combinations(self) -> Iterator[tuple[int, Arm]]:
         args = self.args
@@ -89,47 +89,43 @@ class Trials:
             "alpha": arm.alpha,
             "seed": seed,
         }
-        return train.as_flags(settings) + self.flags
+        return as_flags(settings) + self.flags
 
     def check(self) -> None:
         """Say what is wrong before the first run is made. Raises ValueError for a run that is there
         with other flags; exits for a wrong flag."""
         for seed, arm in self.combinations():
-            train.parse(self.flags_of(arm, seed))
+            parse(self.flags_of(arm, seed))
             made = run_dir(self.args.out, self.args.env, arm, seed) / FLAGS
             if made.exists() and json.loads(made.read_text()) != self.flags_of(arm, seed):
                 raise ValueError(
                     f"{made.parent} was made with other flags ({made}): name another --out"
                 )
 
-    def train(self, arm: Arm, seed: int, directory: Path) -> None:
-        flags = self.flags_of(arm, seed)
-        run = train.Run(*train.parse([*flags, "--run_dir", str(directory)]))
-        try:
-            run.start(self.rollouts)
-            train.train_async(run)
-            run.wait_committed()
-        finally:
-            self.rollouts = run.rollouts or self.rollouts  # to be closed, also if it has just begun
-            run.close(keep_workers=True)
-            for checkpoint in directory.glob("checkpoint-*"):
-                if not self.args.keep:
-                    shutil.rmtree(checkpoint)
-        (directory / FLAGS).write_text(json.dumps(flags) + "\n")
-
-    def go(self) -> None:
+    def go(self) -> int:
+        """Train what is not there yet; returns the exit code."""
         todo = list(self.combinations())
-        try:
+        with bench.Bench(self.args.out) as engines:
             for number, (seed, arm) in enumerate(todo, 1):
                 directory = run_dir(self.args.out, self.args.env, arm, seed)
                 if (directory / FLAGS).exists():
                     continue
                 shutil.rmtree(directory, ignore_errors=True)  # it was interrupted
                 print(f"[{number}/{len(todo)}] {directory.name}", file=sys.stderr)
-                self.train(arm, seed, directory)
+                self.train(engines, self.flags_of(arm, seed), directory)
+        if engines.code:
+            print("the next call goes on from there", file=sys.stderr)
+        return engines.code
+
+    def train(self, engines: bench.Bench, flags: list[str], directory: Path) -> None:
+        run = train.Run(parse([*flags, "--run_dir", str(directory)]))
+        try:
+            engines.measure(run, bench.train_to_the_end)
         finally:
-            if self.rollouts:
-                self.rollouts.close()
+            for checkpoint in directory.glob("checkpoint-*"):
+                if not self.args.keep:
+                    shutil.rmtree(checkpoint)
+        (directory / FLAGS).write_text(json.dumps(flags) + "\n")
 
 
 def results(args, trials: Trials) -> list[dict]:
@@ -152,20 +148,15 @@ def results(args, trials: Trials) -> list[dict]:
 
 
 def table(rows: list[dict]) -> str:
-    lines = [
-        "| loss | alpha | seeds | solve rate at the end: mean (range) | less alpha 0 (95 %) |",
-        "|---|---|---|---|---|",
-    ]
+    cells = []
     for row in rows:
-        ends = row["ends"]
         gap = "-"
         if "difference" in row:
             gap = f"{row['difference']:+.3f} ± {row['half_width']:.3f}"
-        lines.append(
-            f"| {row['loss']} | {row['alpha']:g} | {len(ends)} | {np.mean(ends):.3f} "
-            f"({min(ends):.3f}-{max(ends):.3f}) | {gap} |"
-        )
-    return "\n".join(lines)
+        ends = bench.spread(row["ends"], digits=3, middle=np.mean)
+        cells.append([row["loss"], f"{row['alpha']:g}", len(row["ends"]), ends, gap])
+    ends = "solve rate at the end: mean (range)"
+    return bench.table(["loss", "alpha", "seeds", ends, "less alpha 0 (95 %)"], cells)
 
 
 def draw(args, trials: Trials, rows: list[dict], target: Path) -> Path:
@@ -185,12 +176,9 @@ def draw(args, trials: Trials, rows: list[dict], target: Path) -> Path:
             runs = [at for at in map(solved, dirs) if args.steps in at]
             if runs:
                 versions = sorted(runs[0])
-                at = np.array([[run[v] for v in versions] for run in runs])
+                at = [[run[version] for run in runs] for version in versions]
                 label = "sync" if arm.alpha == 0 else f"async, alpha {arm.alpha:g}"
-                axis.plot(versions, at.mean(0), "o-", color=colors[arm.alpha], label=label)
-                axis.fill_between(
-                    versions, at.min(0), at.max(0), color=colors[arm.alpha], alpha=0.15
-                )
+                bench.band(axis, versions, at, np.mean, color=colors[arm.alpha], label=label)
         axis.set(title=f"{args.env}, {loss}", xlabel="step", ylabel="held-out solve rate")
         if axis.lines:
             axis.legend(fontsize=8)
@@ -210,7 +198,6 @@ def draw(args, trials: Trials, rows: list[dict], target: Path) -> Path:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -234,23 +221,17 @@ def main() -> int:
         parser.error(f"--alphas takes numbers by comma (got {args.alphas})")
     if taken := {"--mode", "--loss", "--alpha", "--seed", "--eval_every", "--run_dir"} & set(flags):
         parser.error(f"{', '.join(sorted(taken))}: of every run this command sets it itself")
-    transformers.utils.logging.disable_progress_bar()
-    trials, code = Trials(args, flags), 0
+    trials = Trials(args, flags)
     try:
         trials.check()
     except ValueError as error:
         parser.error(str(error))
-    try:
-        trials.go()
-    except KeyboardInterrupt:
-        print("interrupted; what is done is below, the next call goes on", file=sys.stderr)
-        code = 130
+    code = trials.go()
     rows = results(args, trials)
     print(table(rows))
     name = f"{file_name(args.env)}-{args.losses.replace(',', '-')}"
-    args.out.mkdir(parents=True, exist_ok=True)
     plain = [{k: None if v != v else v for k, v in row.items()} for row in rows]  # JSON has no NaN
-    (args.out / f"{name}.json").write_text(json.dumps(plain, indent=1) + "\n")
+    bench.write_json(args.out / f"{name}.json", plain)
     print(draw(args, trials, rows, args.out / f"{name}.png"))
     return code
 

@@ -10,8 +10,8 @@ The scheduler is the program's own (`simulator.py`). What is assumed stands with
 is printed with its table: rates follow from data sheets, and the paper does not give lengths, GPU
 counts of its smaller figures or latencies' tails, so those are fitted, once for each of four groups
 of experiments (scaling with split and alpha; queue with replication; envs; redundancy). `naive` is
-batch scheduling (`mechanisms.StaticSplit`): a static split over workers, environments in step,
-rewards after everything; `queue` is this project's sync mode.
+batch scheduling (`naive.StaticSplit`): a static split over workers, environments in step, rewards
+after everything; `queue` is this project's sync mode.
 
 Paper: ROLL Flash (arXiv 2510.11345); RollArt (arXiv 2512.22560) where it says so.
 """
@@ -30,10 +30,10 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from buffer import BufferConfig
-from experiments.mechanisms import StaticSplit, Unreplicated
+from buffer import SampleBuffer
+from experiments.naive import StaticSplit, Unreplicated
 from experiments.simulator import Load, Rates, Setting, SimEnv, simulate
-from report import log as report
+from report.rows import read_rows
 from rollout import Dispatcher
 
 # An 8B model on one GPU with 3.35 TB/s and 990 TFLOP/s (bf16), at 0.75 of the one and 0.4 of the
@@ -85,13 +85,18 @@ class Scale(NamedTuple):
         return (2 if self.quick else 3) * cycle + 2 * math.ceil(alpha) + 1
 
 
+def batches(groups: int, n: int, alpha: float = 0, **more) -> dict:
+    """What a buffer is made with."""
+    return {"batch_size": groups, "group_size": n, "alpha": alpha} | more
+
+
 def rlvr(scale: Scale, lengths: dict, gpus: int, alpha: float | None, share=TRAIN_SHARE, **more):
     """Seconds a step of 256 x 16 samples; `alpha` None: sync, all GPUs do both phases."""
     load = Load(**lengths, seed=scale.seed)
     groups, rates = more.pop("groups", 256), more.pop("rates", GPU)
     train = gpus if alpha is None else round(share * gpus)
     rollout = gpus if alpha is None else gpus - train
-    config = BufferConfig(groups, 16, alpha or 0)
+    config = batches(groups, 16, alpha or 0)
     steps = scale.steps(alpha or 0)
     result = simulate(Setting(rates, load, config, rollout, train, alpha is None, steps, **more))
     return result.step_seconds(alpha or 0), result
@@ -170,7 +175,7 @@ FEW = dict(rollout_gpus=4, train_gpus=4)  # the mechanisms' figures
 WAITING = Rates(GPU.decode_s, 0.0, GPU.decode_kv_s, GPU.prefill, 64)  # a batch is all they time
 
 
-def wait_seconds(scale: Scale, load: Load, config: BufferConfig, steps: int, **more) -> float:
+def wait_seconds(scale: Scale, load: Load, config: dict, steps: int, **more) -> float:
     """Mean seconds that a trainer waits for a batch, in sync."""
     steps = max(2, steps // 4) if scale.quick else steps
     setting = FEW | {"rates": WAITING, "steps": steps + 3, "sync": True} | more
@@ -188,8 +193,8 @@ def queue(scale: Scale) -> Iterator[Row]:
     fast as that, since both wait for one chain of replacements.
     """
     load = Load(**MIDDLE, no_signal=0.3, latency="2,1", seed=scale.seed)
-    config = BufferConfig(8, 8, 0, filter_groups=True, filter_limit=1e9)
-    extra = replace(config, consume="ready", redundant_groups=16)
+    config = batches(8, 8, filter_groups=True, filter_limit=1e9)
+    extra = config | {"consume": "ready", "redundant_groups": 16}
     naive = wait_seconds(scale, load, config, 24, dispatcher=StaticSplit)
     yield Row("batch scheduling", naive, 125, "s")
     for name, buffer, seconds in (("queue", config, 58), ("queue, 16 redundant", extra, 37)):
@@ -207,7 +212,7 @@ def replication(scale: Scale) -> Iterator[Row]:
     """
     load = Load(**MIDDLE, seed=scale.seed)
     for groups, n, off_s, on_s in ((32, 16, 116, 89), (64, 16, 149, 81), (16, 64, 162, 83)):
-        config = BufferConfig(groups, n, 0)
+        config = batches(groups, n)
         more = {"tasks_per_worker": WAITING.slots}
         off = wait_seconds(scale, load, config, 8, dispatcher=Unreplicated, **more)
         on = wait_seconds(scale, load, config, 8)
@@ -232,7 +237,7 @@ def envs(scale: Scale) -> Iterator[Row]:
         seconds = {}
         for name, dispatcher, paper in arms:
             more = PLAY | {"dispatcher": dispatcher}
-            seconds[name] = wait_seconds(scale, load, BufferConfig(32, 8, 0), 8, **more)
+            seconds[name] = wait_seconds(scale, load, batches(32, 8), 8, **more)
             yield Row(f"N(10, {std:g}): {name}", seconds[name], paper if std == 10 else None, "s")
         gain = seconds["in step"] / seconds["async"]
         yield Row(f"N(10, {std:g}): in step against async", gain, 2.46 if std == 10 else None)
@@ -249,7 +254,8 @@ def redundancy(scale: Scale) -> Iterator[Row]:
     seconds = {}
     for groups, n in shapes:
         race = {"redundant_groups": groups - 32, "redundant_samples": n - 8}
-        config = BufferConfig(32, 8, 0, "fifo" if (groups, n) == (32, 8) else "ready", **race)
+        race["consume"] = "fifo" if (groups, n) == (32, 8) else "ready"
+        config = batches(32, 8, **race)
         seconds[groups, n] = wait_seconds(scale, load, config, 8, **PLAY)
         yield Row(f"{groups} x {n}", seconds[groups, n], papers.get((groups, n)), "s")
     for shape in ((36, 9), (36, 12)):
@@ -268,13 +274,13 @@ class Measured(Load):
         single = max(row["turns_mean"] for row in rows) == 1
         super().__init__(turn, 0, max(lengths), latency=config["env_latency"])
         self.max_turns = 1 if single else max(1, round(max(lengths) / turn))
-        self._lengths = lengths if single else [max(1, round(turn))]
+        self.lengths = lengths if single else [max(1, round(turn))]
         self.turns = [1] if single else [max(1, round(length / turn)) for length in lengths]
         self.draw = random.Random(config["seed"])
 
     def length(self, seed: int, turn: int) -> int:
         """Of one of the samples that the run has logged, at random: they are few."""
-        return self._lengths[np.random.default_rng((seed, turn)).integers(len(self._lengths))]
+        return self.lengths[np.random.default_rng((seed, turn)).integers(len(self.lengths))]
 
     def make_env(self) -> SimEnv:
         return SimEnv(self, self.draw.choice(self.turns))
@@ -303,12 +309,12 @@ def measured(run: Path) -> tuple[Setting, list[dict]]:
     if not (run / "config.json").exists():
         raise ValueError(f"no config.json in {run}: not a run directory")
     config = json.loads((run / "config.json").read_text())
-    rows = report.read_rows(run / "metrics.jsonl")
+    rows = read_rows(run / "metrics.jsonl")
     evaluated = {row["version"] for row in rows if "eval/solve_rate" in row}
     steps = [row for row in rows if "step" in row and row["version"] not in evaluated][3:]
     if len(steps) < 10:
         raise ValueError(f"{run}: {len(steps)} steady steps, at least 10 are needed")
-    lengths = [len(row["versions"]) for row in report.read_rows(run / "samples.jsonl")]
+    lengths = [len(row["versions"]) for row in read_rows(run / "samples.jsonl")]
     workers = config["rollout_workers"]
     step_s, sequence_s = engine_rates(steps, workers)
     mean = {key: float(np.mean([row[key] for row in steps])) for key in steps[0] if key[:2] == "t_"}
@@ -321,9 +327,9 @@ def measured(run: Path) -> tuple[Setting, list[dict]]:
         publish_s=mean["t_publish"],
         load_s=max(0.0, loading - mean["t_publish"]),
     )
-    names = [field.name for field in fields(BufferConfig)]
-    buffer = BufferConfig(**{name: config[name] for name in names if name in config})
-    sync = config["mode"] == "sync" or buffer.alpha == 0
+    known = inspect.signature(SampleBuffer).parameters
+    buffer = {name: value for name, value in config.items() if name in known}
+    sync = config["mode"] == "sync" or buffer["alpha"] == 0
     load = Measured(config, steps, lengths)
     setting = Setting(rates, load, buffer, workers, 1, sync, 40, config["tasks_per_worker"])
     return setting, steps
@@ -341,7 +347,7 @@ def validate(runs: list[Path], rates_of: Path | None = None) -> str:
         setting, rows = measured(run)
         result = simulate(replace(setting, rates=rates or setting.rates))
         seconds = np.mean([row["t_wait"] + row["t_train"] + row["t_publish"] for row in rows])
-        ours = result.step_seconds(setting.buffer.alpha)
+        ours = result.step_seconds(setting.buffer["alpha"])
         wait, our_wait = np.mean([row["t_wait"] for row in rows]), result.wait / setting.steps
         lines.append(
             f"| {run.name} | {seconds:.3f} | {ours:.3f} | {ours / seconds - 1:+.0%} | {wait:.3f} "

@@ -1,9 +1,10 @@
 """The real scheduler on a virtual clock: what `sim.py` makes its tables with.
 
-`SampleBuffer`, `Dispatcher`, `Rollouts` (feeding, retries, cancelling, commits), `Worker` (its
-episodes and reports), `Episode` and `run_episode` are the program's own, unchanged. Simulated are
-the engine (`SimEngine`), waiting (`SimCalls`), pipes (a call) and the trainer (a sleep), all on an
-event loop whose time jumps from one event to the next. There is an event a turn, never one a token.
+`SampleBuffer`, `Dispatcher`, `Scheduler` (feeding, retries, cancelling, commits), `Worker` (its
+episodes and reports), `Episode` and `run_episode` are the program's own, unchanged. What is
+simulated: the engine (`SimEngine`), waiting for environments (`SimCalls`), processes and pipes
+(`SimProcesses`: calls) and the trainer (a sleep). All of it is on an event loop whose time jumps
+from one event to the next. There is an event a turn, never one a token.
 
 A token list holds *counts*: one entry stands for a prompt, a turn or a reply, and its "id" is the
 number of tokens that it stands for. So 32,768 tokens take as much memory here as one.
@@ -14,17 +15,21 @@ import gc
 import heapq
 import itertools
 import math
+import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from types import SimpleNamespace
 
 import numpy as np
 
-from buffer import BufferConfig, RolloutTask, SampleBuffer
-from envs import EnvConfig, Task
-from episode import Limits, Turn
-from rollout import Dispatcher, RolloutConfig, Rollouts
-from worker import Worker, WorkerSpec
+from buffer import SampleBuffer, Ticket
+from envs import Limits, Task, Turn
+from experiments.naive import LockstepWorker
+from plumbing.settings import Settings
+from plumbing.weights import Manifest
+from rollout import Dispatcher, Scheduler, WorkerSpec
 
 # -- inputs --------------------------------------------------------------------------------------
 
@@ -65,17 +70,23 @@ class Load(Task):
         """`median`, `longest` [tokens] and `sigma` of a turn's lognormal length; `latency` of a
         step as in --env_latency [s]; tokens of a first `prompt` and of a `reply`; the share of
         groups whose rewards are all equal."""
-        super().__init__(EnvConfig(env_latency=latency), seed)
+        # No step takes too long here, so none is refused.
+        super().__init__(Settings(env_latency=latency, env_timeout=1e9), seed)
         self.median, self.sigma, self.longest = median, sigma, longest
         self.max_turns, self.prompt, self.reply = turns, prompt, reply
         self.no_signal = no_signal
-        drawn = np.random.default_rng(seed).lognormal(math.log(median), sigma, 2**17 - 1)
-        self._lengths = np.clip(drawn, 1, longest).astype(int).tolist()
         self.train = self.test = range(2**31)  # a row is an admission index
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of turns, drawn in advance."""
+        rng = np.random.default_rng(self.seed)
+        drawn = rng.lognormal(math.log(self.median), self.sigma, 2**17 - 1)
+        return np.clip(drawn, 1, self.longest).astype(int).tolist()
 
     def length(self, seed: int, turn: int) -> int:
         """Tokens of one turn."""
-        return self._lengths[(seed * self.max_turns + turn) % len(self._lengths)]
+        return self.lengths[(seed * self.max_turns + turn) % len(self.lengths)]
 
     def make_env(self) -> "SimEnv":
         return SimEnv(self, self.max_turns)
@@ -154,7 +165,7 @@ class SimEngine:
     """
 
     def __init__(self, rates: Rates, wake: asyncio.Event):
-        self.rates, self.wake, self.slots = rates, wake, rates.slots
+        self.rates, self.wake = rates, wake
         self.loop = asyncio.get_running_loop()
         self.gate = asyncio.Event()
         self.version, self.paused = -1, True
@@ -186,7 +197,7 @@ class SimEngine:
 
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self._kv_base -= sum(sequence.turn.prompt) - sequence.start
+        self._kv_base -= sum(sequence.turn.context) - sequence.start
 
     def pause(self) -> None:
         """Stop between two steps. What has no token yet has no version yet."""
@@ -207,8 +218,9 @@ class SimEngine:
         self._poke()
 
     def take_counts(self) -> Counter:
-        """Whether places are free, for the owner to widen what a worker has in hand."""
-        return Counter(steps_below_cap=int(len(self.running) + len(self.waiting) < self.slots))
+        """Whether places are free, for the scheduler to widen what a worker has in hand."""
+        free = len(self.running) + len(self.waiting) < self.rates.slots
+        return Counter(steps_below_cap=int(free))
 
     def kv_tokens(self) -> float:
         """Tokens in the KV caches of what is running."""
@@ -258,7 +270,7 @@ class SimEngine:
                 sequence.done.set_result(None)
         if self.paused:
             return
-        while self.waiting and len(self.running) < self.slots:
+        while self.waiting and len(self.running) < self.rates.slots:
             self._begin(self.waiting.popleft())
         while self._ends and self._ends[0][2] not in self.running:
             heapq.heappop(self._ends)
@@ -269,11 +281,11 @@ class SimEngine:
 
     def _begin(self, sequence: Sequence) -> None:
         turn = sequence.turn
-        self._prefill(turn.prompt[-1])  # what comes before is in the prefix cache
+        self._prefill(turn.context[-1])  # what comes before is in the prefix cache
         turn.ids, turn.logprobs, turn.versions = [turn.max_tokens], [0.0], [self.version]
         sequence.start, sequence.end = self.steps, self.steps + turn.max_tokens
         self.running.add(sequence)
-        self._kv_base += sum(turn.prompt) - sequence.start
+        self._kv_base += sum(turn.context) - sequence.start
         heapq.heappush(self._ends, (sequence.end, next(self._ids), sequence))
 
 
@@ -286,17 +298,18 @@ class SimCalls:
         return call(*args)
 
 
-class SimWorker(Worker):
-    """A rollout process without the process: `worker.Worker` around a simulated engine."""
+class SimWorker(LockstepWorker):
+    """A rollout process without the process: the program's worker around a simulated engine."""
 
-    def __init__(self, conn, spec: WorkerSpec, rates: Rates, load: Load, tokenizer):
-        self.conn, self.spec, self.env, self.tokenizer = conn, spec, load, tokenizer
+    tokenizer = CountTokenizer()
+
+    def __init__(self, conn, spec: WorkerSpec, rates: Rates, load: Load):
+        self.conn, self.spec, self.task = conn, spec, load
         self.wake = asyncio.Event()
         self.engine, self.calls = SimEngine(rates, self.wake), SimCalls()
         self.episodes = {}
         self.clear_results()
         self.new_lanes()
-        self.update = None
 
     async def serve(self) -> None:
         while True:
@@ -305,57 +318,29 @@ class SimWorker(Worker):
             self.sent_at = math.inf  # signs of life would depend on the real clock
             self.report()
 
-    def commit(self, version: int) -> None:
-        super().commit(version)
+    def on_update(self, version: int, *_) -> None:
+        self.engine.pause()
+        self.conn.send(("paused", version))
+
+    def on_commit(self, version: int) -> None:
+        super().on_commit(version)
         self.engine.resume()
 
 
-class SimRollouts(Rollouts):
-    """The owner, `rollout.Rollouts`: its pipes are calls, and its waits are of virtual time."""
+class SimProcesses:
+    """What a scheduler needs of `processes.Processes`: here a message is a call, and what is
+    waited for is there at once."""
 
-    def __init__(self, spec, buffer: SampleBuffer, rates: Rates, load: Load, dispatcher):
-        super().__init__(spec, buffer, self.make_task, dispatcher)
-        self.rates, self.news, self.committed = rates, asyncio.Event(), asyncio.Event()
-        self.pipes = range(spec.rollout.rollout_workers)
-        tokenizer = CountTokenizer()
-        self.workers = [SimWorker(self._pipe(w), spec, rates, load, tokenizer) for w in self.pipes]
+    def __init__(self, workers: list[SimWorker]):
+        self.workers, self.count = workers, len(workers)
+        self.changed, self.excused = threading.Condition(), set()
 
-    def make_task(self, index: int, sample: int) -> RolloutTask:
-        return RolloutTask(index, sample, prompt=index, seed=64 * index + sample)
+    def send(self, worker: int, *message) -> None:
+        self.workers[worker].on_message(*message)
 
-    def _pipe(self, worker: int) -> SimpleNamespace:
-        return SimpleNamespace(send=lambda message: self._hear(worker, *message))
-
-    def _hear(self, worker: int, kind: str, *results) -> None:
-        *results, _ = results  # spans: of the real clock, and nobody would take them
-        self._take_results(worker, *results, [])
-        self.news.set()
-
-    def _send(self, worker: int, kind: str, *args) -> None:
-        if kind == "update":
-            self.workers[worker].engine.pause()
-            self._update.paused.add(worker)
-        else:
-            self.workers[worker].on_message(kind, *args)
-
-    async def wait_batch(self) -> list:
-        while not self.buffer.batch_ready():
-            self.news.clear()
-            await self.news.wait()
-        return self.get_batch(timeout=0)
-
-    async def send_weights(self, version: int) -> None:
-        """Returns when the weights have left; `committed` is set when they are loaded."""
-        self.publish(version, {}, [], np.zeros(1), send=lambda: None)  # pauses every worker
-        self.committed.clear()
-        await asyncio.sleep(self.rates.publish_s)
-        asyncio.get_running_loop().call_later(self.rates.load_s, self._loaded)
-
-    def _loaded(self) -> None:
-        self._update.loaded = dict.fromkeys(self.pipes, np.zeros(1))
-        self._commit()
-        self.committed.set()
-        self.news.set()
+    def wait(self, condition: Callable[[], bool], what: Callable[[], str], timeout: float) -> None:
+        if not condition():
+            raise RuntimeError(f"nobody would bring {what()}")
 
 
 # -- a run ---------------------------------------------------------------------------------------
@@ -367,7 +352,7 @@ class Setting:
 
     rates: Rates
     load: Load
-    buffer: BufferConfig
+    buffer: dict  # what `SampleBuffer` is made with, but the steps
     rollout_gpus: int
     train_gpus: int
     sync: bool = False
@@ -395,51 +380,85 @@ class Result:
         return (self.batches[last] - self.batches[first]) / (last - first)
 
 
-def _start(setting: Setting) -> SimRollouts:
-    rates, buffer = setting.rates, setting.buffer
-    bound = math.ceil(buffer.alpha) if buffer.consume == "ready" else math.inf
-    rollout = RolloutConfig(
-        rollout_workers=setting.rollout_gpus,
-        max_num_seqs=rates.slots,
-        tasks_per_worker=setting.tasks_per_worker,
-    )
-    limits = Limits(setting.load.longest, setting.load.max_turns, 2**31, bound)
-    spec = WorkerSpec(0, "", rollout, setting.load.config, 0, limits, "float32", True, 0.0)
-    samples = SampleBuffer(buffer, setting.steps)
-    return SimRollouts(spec, samples, rates, setting.load, setting.dispatcher)
+class SimRun:
+    """`train.Run` on the virtual clock: its parts, and those of its verbs that take time."""
 
+    def __init__(self, setting: Setting):
+        self.setting, rates, load = setting, setting.rates, setting.load
+        self.news, self.committed = asyncio.Event(), asyncio.Event()
+        settings = Settings(
+            rollout_workers=setting.rollout_gpus,
+            max_num_seqs=rates.slots,
+            tasks_per_worker=setting.tasks_per_worker,
+        )
+        self.buffer = SampleBuffer(**setting.buffer | {"steps": setting.steps})
+        limits = Limits(load.longest, load.max_turns, 2**31, self.buffer.max_staleness)
+        spec = WorkerSpec(0, "", settings, limits, "float32", True, 0.0)
+        pipes = [SimpleNamespace(send=partial(self.hear, w)) for w in range(setting.rollout_gpus)]
+        self.workers = [SimWorker(pipe, spec, rates, load) for pipe in pipes]
+        rest = settings, self.buffer, self.ticket, setting.dispatcher
+        self.scheduler = Scheduler(SimProcesses(self.workers), *rest)
 
-async def _train(setting: Setting, owner: SimRollouts) -> Result:
-    """`train.train_sync` or `train.train_async`, with the clock in place of the work."""
-    rates, result, loop = setting.rates, Result(), asyncio.get_running_loop()
-    await owner.send_weights(0)
-    await owner.committed.wait()
-    start = loop.time()
-    for version in range(setting.steps):
-        asked = loop.time()
-        batch = await owner.wait_batch()
-        result.wait += loop.time() - asked
-        tokens = sum(int(sample.ids.sum()) for sample in batch)
-        result.staleness += [sample.staleness(version) for sample in batch]
-        result.samples, result.tokens = result.samples + len(batch), result.tokens + tokens
-        work = tokens / rates.train / setting.train_gpus + rates.train_s
-        await asyncio.sleep(work + setting.sync * rates.switch_s)
-        await owner.committed.wait()
-        await owner.send_weights(version + 1)
-        if setting.sync:
-            await owner.committed.wait()
-        result.batches.append(loop.time() - start)
-    await owner.committed.wait()
-    result.seconds = loop.time() - start
-    result.recomputed = sum(worker.engine.recomputed for worker in owner.workers)
-    return result
+    def ticket(self, index: int, sample: int) -> Ticket:
+        return Ticket(index, sample, prompt_id=index, seed=64 * index + sample)
+
+    def hear(self, worker: int, message: tuple) -> None:
+        if message[0] == "results":
+            message = *message[:-1], []  # without spans: they are of the real clock
+        self.scheduler.hear(worker, *message)
+        self.news.set()
+
+    async def get_batch(self) -> list:
+        while not self.buffer.batch_ready():
+            self.news.clear()
+            await self.news.wait()
+        return self.scheduler.get_batch(timeout=0)
+
+    async def publish(self, version: int) -> None:
+        """Returns when the weights have left; `committed` is set when they are loaded."""
+        self.scheduler.pause(version, Manifest([], [], "float32", 0), [], np.zeros(1))
+        self.committed.clear()
+        await asyncio.sleep(self.setting.rates.publish_s)
+        loop = asyncio.get_running_loop()
+        loop.call_later(self.setting.rates.load_s, self._loaded, version)
+
+    def _loaded(self, version: int) -> None:
+        for worker in range(len(self.workers)):
+            self.hear(worker, ("loaded", version, np.zeros(1)))
+        self.committed.set()
+
+    async def train(self) -> Result:
+        """`train.train_sync` or `train.train_async`, with the clock in place of the work."""
+        setting, rates = self.setting, self.setting.rates
+        result, loop = Result(), asyncio.get_running_loop()
+        await self.publish(0)
+        await self.committed.wait()
+        start = loop.time()
+        for version in range(setting.steps):
+            asked = loop.time()
+            batch = await self.get_batch()
+            result.wait += loop.time() - asked
+            tokens = sum(int(sample.ids.sum()) for sample in batch)
+            result.staleness += [sample.staleness(version) for sample in batch]
+            result.samples, result.tokens = result.samples + len(batch), result.tokens + tokens
+            work = tokens / rates.train / setting.train_gpus + rates.train_s
+            await asyncio.sleep(work + setting.sync * rates.switch_s)
+            await self.committed.wait()
+            await self.publish(version + 1)
+            if setting.sync:
+                await self.committed.wait()
+            result.batches.append(loop.time() - start)
+        await self.committed.wait()
+        result.seconds = loop.time() - start
+        result.recomputed = sum(worker.engine.recomputed for worker in self.workers)
+        return result
 
 
 async def _run(setting: Setting) -> Result:
-    owner = _start(setting)
+    run = SimRun(setting)
     async with asyncio.TaskGroup() as group:  # so that a bug in a worker ends the run
-        serving = [group.create_task(worker.serve()) for worker in owner.workers]
-        result = await _train(setting, owner)
+        serving = [group.create_task(worker.serve()) for worker in run.workers]
+        result = await run.train()
         for task in serving:
             task.cancel()
     return result

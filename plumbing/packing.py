@@ -11,6 +11,7 @@ Log-probabilities are those of the plain form, a row a sample, up to rounding. W
 most tokens of the plain form are copies of prompts: addition trains three times faster this way.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from buffer import Sample
+from plumbing.ranks import Ranks
 
 PACK_LIMIT = 512  # tokens; the mask of a packed row is quadratic, so long ones stay plain
 
@@ -38,6 +40,35 @@ class Packed(NamedTuple):
         return Packed(*(None if part is None else part.to(device) for part in self))
 
 
+@dataclass
+class Piece:
+    """A micro-batch, whether it counts, and how its tokens stand to the policy before the step."""
+
+    packed: Packed
+    counts: bool
+    proximal: Tensor | None = None  # [T] log-probability
+    factor: Tensor | None = None  # [T] of the correction
+    keep: Tensor | None = None  # bool [T], what it does not leave out
+
+
+def cut(samples: list[Sample], chosen: list[int], ranks: Ranks, max_tokens: int) -> list[Piece]:
+    """This rank's share of the chosen samples in micro-batches. FSDP's collectives need as many
+    forward passes on every rank, so a rank with fewer repeats one, without counting it."""
+    rows = [[chosen[i] for i in row] for row in share_prompts([samples[i] for i in chosen])]
+    rows.sort(key=lambda row: row_length(samples, row))
+    mine = rows[ranks.local_rank :: ranks.local_world] or rows[:1]
+    counts = len(rows) > ranks.local_rank
+    pieces = cut_micro_batches([row_length(samples, row) for row in mine], max_tokens)
+    spare = int(ranks.max(len(pieces))) - len(pieces)
+    return [
+        Piece(
+            pack(samples, [mine[i] for i in piece]).to(ranks.device),
+            counts and number < len(pieces),
+        )
+        for number, piece in enumerate(pieces + pieces[:1] * spare)
+    ]
+
+
 def share_prompts(samples: list[Sample], limit: int = PACK_LIMIT) -> list[list[int]]:
     """Which samples go into one row: those of a group whose prompt is the same, in pieces that stay
     within `limit` tokens. Returns rows of indices; with limit 0 every sample has its own row."""
@@ -46,12 +77,12 @@ def share_prompts(samples: list[Sample], limit: int = PACK_LIMIT) -> list[list[i
     for i, sample in enumerate(samples):
         prompt = prompt_of(sample)
         tail = len(sample.ids) - len(prompt)
-        if sample.task.group == group and used + tail <= limit and np.array_equal(shared, prompt):
+        if sample.ticket.group == group and used + tail <= limit and np.array_equal(shared, prompt):
             rows[-1].append(i)
             used += tail
         else:
             rows.append([i])
-            used, group, shared = len(sample.ids), sample.task.group, prompt
+            used, group, shared = len(sample.ids), sample.ticket.group, prompt
     return rows
 
 

@@ -4,11 +4,11 @@
     python train.py --replay_batches runs/one/batches             the same steps, from those files
 
 For debugging and profiling the trainer: the same batches give the same losses and weights. It has
-the methods of `rollout.Rollouts` that the training loops call.
+the methods of `rollout.Scheduler` that the training loops call.
 """
 
 import pickle
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 
 from buffer import Sample
@@ -35,7 +35,7 @@ def check(directory: str, steps: int, group_size: int) -> None:
             f"--replay_batches {directory}: no {batch_path(Path(directory), missing[0])} "
             f"(--steps {steps}; a run with --dump_batches True writes them)"
         )
-    groups = Counter(sample.task.group for sample in read(Path(directory), 1))
+    groups = Counter(sample.ticket.group for sample in read(Path(directory), 1))
     if set(groups.values()) != {group_size}:
         raise ValueError(
             f"--replay_batches {directory}: groups of {max(groups.values())} samples, and "
@@ -46,33 +46,27 @@ def check(directory: str, steps: int, group_size: int) -> None:
 class Replay:
     """Serves the batches of a directory, one a step."""
 
-    weight_group = ()  # there is nobody to send weights to
-
     def __init__(self, directory: str, version: int):
         self.directory, self.version = Path(directory), version
-        self.mismatches = defaultdict(lambda: (0.0, 0.0))
 
     def get_batch(self, timeout: float) -> list[Sample]:
         return read(self.directory, self.version + 1)
 
-    def publish(self, version: int, *_) -> None:
+    def pause(self, version: int, *_) -> None:
         self.version = version
 
-    def start(self, devices, threads) -> None:
-        """Nothing to start, to wait for or to close."""
+    def check(self, within: float = 0.0) -> None:
+        """Nobody can be gone."""
 
     def wait_committed(self) -> None: ...
 
     def close(self) -> None: ...
 
-    def take_counts(self) -> Counter:
-        return Counter()
+    def news(self) -> dict:
+        return {"counts": Counter(), "dropped": Counter(), "dropped_prompts": []}
 
-    def dropped(self) -> Counter:
-        return Counter()
-
-    def take_dropped(self) -> list:
-        return []
+    def mismatch(self, version: int) -> tuple[float, float]:
+        return 0.0, 0.0
 
     def take_spans(self) -> list:
         return []

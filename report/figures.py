@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Patch
 
-from report.log import idle_shares, read_rows
+from report.rows import idle_shares, read_rows
 from report.timeline import read_trace
 
 WINDOW = 3  # steps of the slowest run that the timelines show
@@ -63,6 +63,22 @@ def plot_reward(runs: list[Path], target: Path) -> Path:
     by_time.set(xlabel="seconds (evaluation not counted)")
     by_step.legend(fontsize=8)
     return finish(figure, (by_step, by_time), target, dpi=120)
+
+
+def plot_metrics(runs: list[Path], keys: list[str], target: Path) -> Path:
+    """Any numbers of metrics.jsonl against the step, one panel a key. Raises ValueError for a key
+    that a run has not, or that is no number."""
+    figure, axes = plt.subplots(1, len(keys), figsize=(4.5 * len(keys), 3.6), squeeze=False)
+    for key, axis in zip(keys, axes[0], strict=True):
+        for run in runs:
+            steps = [row for row in read_rows(run / "metrics.jsonl") if "step" in row]
+            if not all(isinstance(row.get(key), int | float) for row in steps):
+                known = sorted(k for k, v in steps[0].items() if isinstance(v, int | float))
+                raise ValueError(f"no number {key!r} in every row of {run}: {', '.join(known)}")
+            axis.plot([row["step"] for row in steps], [row[key] for row in steps], label=run.name)
+        axis.set(xlabel="step", title=key)
+    axes[0][0].legend(fontsize=8)
+    return finish(figure, axes[0], target)
 
 
 def gantt(axis, trace: list[dict], start: float, end: float) -> set[str]:

@@ -1,68 +1,19 @@
-"""What every process did when: spans of time, and trace.json, which Perfetto can open.
+"""trace.json: what every process did when, in a file that Perfetto can open.
 
-    with spans("forward"):          in any process: one recorder each, like a logger
-        ...
     TraceFile(path).write([...])    trainer rank 0, once a step: its own spans, and its workers'
-
-Who records: trainer rank 0, and the rollout processes of its node (those of other nodes do the same
-at the same time). On a GPU a span is what the host does: kernels are only launched in it.
 """
 
-import contextlib
 import json
 import math
 import time
-from collections import Counter, deque
-from collections.abc import Awaitable, Iterator
 from pathlib import Path
 
-# name, lane, start and end (seconds), what is to be known besides
-Span = tuple[str, int, float, float, dict]
+from plumbing.spans import MAIN, STEP_LIMIT, Span, spans
 
-MAIN = 0  # the lane of a process's own loop; in a worker, episodes have the lanes from 1 on
-STEP_LIMIT = 20_000  # spans of a process between two writes: the newest are kept
 FILE_LIMIT = 200_000  # events of a file, some 20 MB
 LONGEST_DECODE = 0.25  # seconds
 ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 INSTANT = 0.002  # seconds between two engine steps that are not drawn
-
-
-class Spans:
-    """Records spans of time. `seconds` has the sums, by name, of those outside of episodes."""
-
-    def __init__(self):
-        self.seconds: Counter[str] = Counter()
-        self._spans: deque[Span] = deque(maxlen=STEP_LIMIT)
-
-    @contextlib.contextmanager
-    def __call__(self, name: str, lane: int = MAIN, **args) -> Iterator[dict]:
-        """Record the time that the block takes, however it ends. Yields the args, to add to."""
-        start = time.perf_counter()  # on Linux one clock for all processes of a machine
-        try:
-            yield args
-        finally:
-            self.add(name, start, time.perf_counter(), lane, args)
-
-    async def around(self, work: Awaitable, name: str, lane: int):
-        """The value of a coroutine; records the time that it takes."""
-        with self(name, lane):
-            return await work
-
-    def add(self, name: str, start: float, end: float, lane: int = MAIN, args=None) -> None:
-        if lane == MAIN:  # of one thread; environments record in others
-            self.seconds[name] += end - start
-        self._spans.append((name, lane, start, end, args or {}))
-
-    def take(self) -> list[Span]:
-        """What was recorded since the last call."""
-        return [self._spans.popleft() for _ in range(len(self._spans))]
-
-    def clear(self) -> None:
-        self.take()
-        self.seconds.clear()
-
-
-spans = Spans()  # of this process
 
 
 def join_decode(recorded: list[Span]) -> list[Span]:

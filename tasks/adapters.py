@@ -21,7 +21,8 @@ from zlib import crc32
 
 import numpy as np
 
-from envs import Env, EnvConfig, Row, Task, require
+from envs import Env, Row, Task
+from plumbing.packages import require
 
 LIMIT = 10.0  # the games known give 1.0 at most; far from that is a fault, not a score
 INSTALL = "--no-deps -r requirements/envs.txt"
@@ -95,11 +96,11 @@ class Adapter(Env):
     max_tokens = 256
     tried: set[str] = set()
 
-    def __init__(self, config: EnvConfig):
+    def __init__(self, config):
         super().__init__(config)
         self.name, self.id = config.env, config.env.partition(":")[2]
         for package in self.packages:
-            require(package, self.name, INSTALL)
+            require(package, f"env {self.name}", INSTALL)
         if self.name not in self.tried:
             with starting(self.name):
                 self.reset(0)
@@ -269,9 +270,9 @@ class ReasoningGym(Task):
     blocking_reset = True  # some rows take a second to make
     ask = "\n\nThink first, then write only the final answer, like this: <answer>...</answer>"
 
-    def __init__(self, config: EnvConfig, seed: int = 0):
+    def __init__(self, config, seed: int = 0):
         super().__init__(config, seed)
-        require("reasoning_gym", config.env, INSTALL)
+        require("reasoning_gym", f"env {config.env}", INSTALL)
         name = config.env.partition(":")[2]
         with starting(config.env):
             import reasoning_gym

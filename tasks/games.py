@@ -3,7 +3,9 @@
 import random
 import re
 
-from envs import Env, EnvConfig, require
+from envs import Env
+from plumbing.packages import require
+from plumbing.settings import Settings
 
 MOVES = {"u": (-1, 0), "d": (1, 0), "l": (0, -1), "r": (0, 1)}
 
@@ -71,7 +73,7 @@ class Grid(Env):
     def warmup(cls, rng: random.Random) -> list[tuple[str, str]]:
         # Most moves are random: the model begins like a pretrained one that knows what a move is
         # and which way to lean, and RL has the rest to find.
-        env, said, over = cls(EnvConfig()), [], False
+        env, said, over = cls(Settings()), [], False
         text, _ = env.reset(rng.getrandbits(32))
         while not over and len(said) < 6:
             move = env.best() if rng.random() < 0.4 else rng.choice("udlr")
@@ -89,9 +91,9 @@ class FrozenLake(Grid):
 
     max_turns = 12
 
-    def __init__(self, config: EnvConfig):
+    def __init__(self, config):
         super().__init__(config)
-        require("gymnasium", config.env)
+        require("gymnasium", f"env {config.env}")
 
     def reset(self, seed: int) -> tuple[str, dict]:
         import gymnasium
@@ -138,7 +140,7 @@ class Guess(Env):
 
     @classmethod
     def warmup(cls, rng: random.Random) -> list[tuple[str, str]]:
-        env, said, over, low, high = cls(EnvConfig()), [], False, 1, cls.most
+        env, said, over, low, high = cls(Settings()), [], False, 1, cls.most
         text, _ = env.reset(rng.getrandbits(32))
         while not over and len(said) < cls.max_turns:
             # Half the guesses forget what the answers have ruled out.

@@ -13,7 +13,7 @@ import signal
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 
-from envs import EnvConfig, Row, Task, split
+from envs import Row, Task, split
 
 
 def boxed(text: str) -> str | None:
@@ -65,7 +65,7 @@ class MathTask(Task):
     max_tokens = 1024
     check_seconds = 5.0  # a check that takes longer is ended, and the answer counts as wrong
 
-    def __init__(self, config: EnvConfig, seed: int = 0):
+    def __init__(self, config, seed: int = 0):
         super().__init__(config, seed)
         if not config.data:
             raise ValueError(f"env {config.env} needs --data: a JSONL file or a hub data set")

@@ -4,15 +4,19 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 import train
-from envs import EnvConfig, make_task
 from plumbing.models import resolve_model
+from plumbing.settings import Settings, as_flags, parse
+from report.timeline import read_trace
+from tasks.find import make_task
 
 TASKS = '''
 import asyncio
 
-from envs import Addition, Env, Row, Task
+from envs import Env, prompt_order
+from tasks.puzzles import Addition
 
 class Odd(Addition):
     """About half of all responses are right, whatever the model: there is always a signal."""
@@ -103,6 +107,13 @@ class Trips(Threaded):
             raise OSError("the game has crashed")
         return super().step(action)
 
+class Stuck(Talk):
+    """The second prompt of a run never ends."""
+    async def step(self, action):
+        if self.seed == 512 + prompt_order(8192, 0, 1):
+            await asyncio.sleep(36_000)
+        return await super().step(action)
+
 class Hanging(Addition):
     """Never comes back."""
     blocking = True
@@ -123,7 +134,7 @@ def tasks(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> str:
     """The tiny model after a few seconds of warm-up: it writes digits and stops, mostly wrongly."""
-    task = make_task(EnvConfig(env="addition"), 0)
+    task = make_task(Settings(env="addition"), 0)
     return resolve_model("tiny", task, "addition", tmp_path_factory.mktemp("models"), 40)
 
 
@@ -132,7 +143,7 @@ class SharedWorker:
 
     def __init__(self, model: str, env: str, directory: Path):
         self.model, self.env, self.directory = model, env, directory
-        self.rollouts, self.runs = None, 0
+        self.workers, self.runs = None, 0  # `Processes`, and how many runs there were
 
     def train(self, *flags: str, prepare=lambda run: None, **settings) -> train.Run:
         """Train with these flags to the end. `prepare(run)` may change the run before it starts."""
@@ -148,14 +159,12 @@ class SharedWorker:
             "eval_every": 0,
             "run_dir": self.directory / f"run-{self.runs}",
         }
-        settings = defaults | settings
-        argv = [part for k, v in settings.items() for part in (f"--{k}", str(v))]
-        run = train.Run(*train.parse([*flags, *argv]))
+        run = train.Run(parse([*flags, *as_flags(defaults | settings)]))
         try:
             prepare(run)
-            run.start(self.rollouts)
-            self.rollouts = run.rollouts
-            (train.train_sync if run.config.mode == "sync" else train.train_async)(run)
+            run.start(self.workers)
+            self.workers = run.workers
+            (train.train_sync if run.settings.mode == "sync" else train.train_async)(run)
             run.wait_committed()
         finally:
             run.close(keep_workers=True)
@@ -166,8 +175,8 @@ class SharedWorker:
 def worker(tiny, tasks, tmp_path_factory):
     shared = SharedWorker(tiny, f"{tasks}:Odd", tmp_path_factory.mktemp("runs"))
     yield shared
-    if shared.rollouts:
-        shared.rollouts.close()
+    if shared.workers:
+        shared.workers.close()
 
 
 def rows_of(run: train.Run) -> list[dict]:
@@ -191,3 +200,43 @@ def nested_or_apart(events):
                 return False
             ends.append(end)
     return True
+
+
+CLOCK = ("t_", "wall_s")  # keys that differ between identical runs
+
+
+def same(row: dict) -> dict:
+    """What two identical runs have in common: all but clocks and what is derived from them."""
+    loose = {
+        "trainer_idle",
+        "rollout_idle",
+        "tokens_made",
+        "slots_used",
+        "steps_below_cap",
+        "steps_starved",
+    }
+    return {k: v for k, v in row.items() if not k.startswith(CLOCK) and k not in loose}
+
+
+def weights_of(run) -> dict:
+    return load_file(run.log.dir / f"checkpoint-{run.version}" / "model.safetensors")
+
+
+def record_batches(run) -> list:
+    """Let a run keep every batch that it trains on."""
+    batches, step = [], run.trainer.step
+
+    def recording(samples, version):
+        batches.append(samples)
+        return step(samples, version)
+
+    run.trainer.step = recording
+    return batches
+
+
+def spans_of(run, name: str, pid: int) -> list[tuple[int, int]]:
+    """Begin and end (us) of all spans of a name in trace.json; the trainer is process 1, the worker
+    process 2."""
+    events = read_trace(run.log.dir / "trace.json")
+    mine = [e for e in events if e["pid"] == pid and e["name"] == name and e["ph"] == "X"]
+    return [(e["ts"], e["ts"] + e["dur"]) for e in mine]

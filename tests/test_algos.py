@@ -3,18 +3,22 @@
 import itertools
 import math
 import statistics
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings as effort
 from hypothesis import strategies as st
 
 import algos
-from algos import AlgoConfig, Tokens
+from algos import Tokens, register
+from plumbing import settings as plumbing_settings
+from plumbing.flags import flag
+from plumbing.settings import Settings, make_parser, notes, own_flags, parse
 
-CONFIG = AlgoConfig(
+CONFIG = Settings(
     clip_low=0.2, clip_high=0.3, cispo_low=0.2, cispo_high=0.3, topr_positive=0.7, topr_negative=0.4
 )
 DUAL = replace(CONFIG, dual_clip=1.7)
@@ -45,6 +49,10 @@ def run(name, t, config=CONFIG, weight=1.0):
     loss, acts = algos.LOSSES[name](t._replace(logp=logp), config)
     (loss * weight).sum().backward()
     return loss.detach(), logp.grad, acts
+
+
+def advantage_of(name, rewards):
+    return algos.ADVANTAGES[name](rewards, CONFIG)
 
 
 # -- advantages ------------------------------------------------------------------------------------
@@ -84,11 +92,11 @@ def test_every_advantage_and_every_loss_has_a_slow_form_here():
 
 
 @pytest.mark.parametrize("name", algos.ADVANTAGES)
-@settings(deadline=None, max_examples=60)
+@effort(deadline=None, max_examples=60)
 @given(st.lists(st.lists(st.integers(-8, 8), min_size=4, max_size=4), min_size=1, max_size=5))
 def test_advantage_against_the_plain_form(name, quarters):
     groups = [[r / 4 for r in group] for group in quarters]
-    advantage = algos.ADVANTAGES[name](torch.tensor(groups))
+    advantage = advantage_of(name, torch.tensor(groups))
     assert advantage.dtype == torch.float32
     torch.testing.assert_close(advantage, torch.tensor(SLOW_ADVANTAGES[name](groups)))
 
@@ -96,8 +104,8 @@ def test_advantage_against_the_plain_form(name, quarters):
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
 def test_a_group_knows_no_other_group(name):
     rewards = torch.tensor([[0.0, 1.0, 1.0], [5.0, 7.0, 9.0]])
-    both = algos.ADVANTAGES[name](rewards)
-    assert torch.equal(both[:1], algos.ADVANTAGES[name](rewards[:1]))
+    both = advantage_of(name, rewards)
+    assert torch.equal(both[:1], advantage_of(name, rewards[:1]))
     expected = {"grpo": [-1.0, 0.0, 1.0], "dr_grpo": [-2.0, 0.0, 2.0], "rloo": [-3.0, 0.0, 3.0]}
     torch.testing.assert_close(both[1], torch.tensor(expected[name]))
 
@@ -106,21 +114,21 @@ def test_a_group_knows_no_other_group(name):
 def test_small_differences_of_large_rewards_are_not_rounded_away(name):
     rewards = torch.tensor([[1e6, 1e6 + 0.01, 1e6 + 0.02]], dtype=torch.float64)
     expected = torch.tensor(SLOW_ADVANTAGES[name](rewards.tolist()))
-    torch.testing.assert_close(algos.ADVANTAGES[name](rewards), expected, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(advantage_of(name, rewards), expected, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("name", ["grpo", "reinforce_pp"])
 def test_a_small_difference_of_rewards_is_a_signal_and_their_rounding_is_not(name):
-    advantage = algos.ADVANTAGES[name](torch.tensor([[0.5, 0.5001]], dtype=torch.float64))
+    advantage = advantage_of(name, torch.tensor([[0.5, 0.5001]], dtype=torch.float64))
     assert advantage.abs().min() > 0.6
     residue = torch.tensor([[0.3, 0.1 + 0.2]], dtype=torch.float64)
-    assert residue[0, 0] != residue[0, 1] and not algos.ADVANTAGES[name](residue).any()
+    assert residue[0, 0] != residue[0, 1] and not advantage_of(name, residue).any()
 
 
 def test_reinforce_pp_compares_over_the_whole_batch():
-    advantage = algos.reinforce_pp_advantage(torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
+    advantage = advantage_of("reinforce_pp", torch.tensor([[0.0, 0.0], [1.0, 1.0]]))
     assert advantage.sign().tolist() == [[-1.0, -1.0], [1.0, 1.0]]
-    one_a_prompt = algos.reinforce_pp_advantage(torch.tensor([[0.0], [1.0], [2.0]]))
+    one_a_prompt = advantage_of("reinforce_pp", torch.tensor([[0.0], [1.0], [2.0]]))
     torch.testing.assert_close(one_a_prompt, torch.tensor([[-1.0], [0.0], [1.0]]))
 
 
@@ -131,21 +139,21 @@ def test_reinforce_pp_compares_over_the_whole_batch():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", algos.ADVANTAGES)
 def test_equal_rewards_have_advantage_exactly_zero(name, group, dtype):
-    advantage = algos.ADVANTAGES[name](torch.tensor([group, group], dtype=dtype))
+    advantage = advantage_of(name, torch.tensor([group, group], dtype=dtype))
     assert torch.equal(advantage, torch.zeros(2, len(group)))
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-9, 1e-7, 1e-4, 1.0, 1e6])
 @pytest.mark.parametrize("name", ["grpo", "reinforce_pp"])
 def test_a_normalised_advantage_is_bounded_however_small_the_differences(name, scale):
-    advantage = algos.ADVANTAGES[name](torch.tensor([[0.0] * 7 + [scale]], dtype=torch.float64))
+    advantage = advantage_of(name, torch.tensor([[0.0] * 7 + [scale]], dtype=torch.float64))
     assert advantage.abs().max() <= 7 / math.sqrt(8) + 1e-6  # the largest z-score of eight
 
 
 @pytest.mark.parametrize("name", algos.ADVANTAGES)
 def test_a_reward_that_is_no_number_is_not_taken_for_a_constant_group(name):
     rewards = torch.tensor([[0.0, math.nan, 1.0], [0.0, 0.0, 1.0]])
-    advantage = algos.ADVANTAGES[name](rewards)
+    advantage = advantage_of(name, rewards)
     assert advantage[0].isnan().all()  # so that the loss says it, instead of a silent 0
     if name != "reinforce_pp":
         assert advantage[1].isfinite().all()
@@ -627,7 +635,7 @@ def bandit(name, lag=16, steps=1, runs=64, rate=10.0, **flags):
     """Mean reward that the softmax policies end with, over independent runs. The baseline of 0.9 is
     above what any arm gives, so most samples are pushed away: that is where staleness hurts."""
     generator = torch.Generator().manual_seed(0)
-    config = AlgoConfig(loss=name, **flags)
+    config = Settings(loss=name, **flags)
     policies = [torch.zeros(runs, len(ARMS))]  # logits, by version
     sample = torch.arange(runs * 32)
     for version in range(200):
@@ -689,13 +697,13 @@ def test_a_high_lower_bound_of_cispo_keeps_pushing_like_no_correction():
     ],
 )
 def test_flags_that_do_nothing_or_too_much_are_noted(flags, said):
-    (note,) = algos.notes(AlgoConfig(**flags))
+    (note,) = notes(Settings(**flags))
     assert said in note
 
 
 def test_flags_of_the_chosen_loss_are_not_noted():
-    assert not algos.notes(AlgoConfig(loss="decoupled_ppo", clip_low=0.1, behaviour_cap=3.0))
-    assert not algos.notes(AlgoConfig(loss="pg", correction="token_truncate"))
+    assert not notes(Settings(loss="decoupled_ppo", clip_low=0.1, behaviour_cap=3.0))
+    assert not notes(Settings(loss="pg", correction="token_truncate"))
 
 
 @pytest.mark.parametrize(
@@ -720,4 +728,56 @@ def test_flags_of_the_chosen_loss_are_not_noted():
 )
 def test_settings_out_of_range_are_refused_and_named(wrong):
     with pytest.raises(ValueError, match=f"--{next(iter(wrong))}"):
-        AlgoConfig(**wrong)
+        Settings(**wrong)
+
+
+# -- a loss of one's own ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mine(monkeypatch):
+    """Register a loss with a flag of its own, for one test. Returns `Settings` as they would be if
+    it were in algos.py, where they are put together when they are imported."""
+    monkeypatch.setitem(algos.LOSSES, "mine", None)  # so that it is taken out again
+
+    @register(algos.LOSSES, "mine", my_cap=flag(2.0, "largest weight", above=0))
+    def mine_loss(t, settings):
+        return -t.logp.clamp(max=settings.my_cap), torch.zeros_like(t.logp)
+
+    made = make_dataclass("WithMine", own_flags(), bases=(Settings,))
+    monkeypatch.setattr(plumbing_settings, "Settings", made)
+    return made
+
+
+def test_the_flag_of_a_loss_is_a_setting_with_type_default_bounds_and_owner(mine):
+    ((kind, field),) = [(kind, field) for name, kind, field in own_flags() if name == "my_cap"]
+    assert (kind, field.default, field.metadata["bounds"]) == (float, 2.0, {"above": 0})
+    assert field.metadata["help"] == "mine: largest weight"
+    chosen = parse(["--loss", "mine", "--my_cap", "3"])
+    assert (chosen.loss, chosen.my_cap, chosen.alpha) == ("mine", 3.0, Settings().alpha)
+    assert run("mine", one_token(1.0, 1.0), chosen)[0].item() == 1.0
+    with pytest.raises(ValueError, match=r"^--my_cap must be above 0 \(got 0.0\)$"):
+        mine(my_cap=0.0)
+
+
+def test_the_flag_of_a_loss_is_in_the_help_behind_all_others(mine):
+    text = " ".join(make_parser().format_help().split())
+    assert "--my_cap MY_CAP mine: largest weight (default: 2.0)" in text
+    assert text.index("--my_cap") > text.index("--entropy_coef ENTROPY_COEF")
+    assert f"policy loss: {', '.join(algos.LOSSES)} (default: ppo)" in text and "mine (def" in text
+
+
+def test_the_flag_of_a_loss_is_noted_with_any_other(mine):
+    assert notes(mine(my_cap=3.0)) == ["--my_cap does nothing with --loss ppo"]
+    assert not notes(mine(loss="mine", my_cap=3.0)) and not notes(mine(loss="mine"))
+
+
+def test_a_flag_that_two_losses_share_names_both_and_is_noted_with_neither(mine):
+    @register(algos.LOSSES, "mine", clip_low=algos.CLIP["clip_low"])
+    def mine_loss(t, settings):
+        return t.logp, t.logp
+
+    helps = {name: field.metadata["help"] for name, _, field in own_flags()}
+    owners = "ppo, decoupled_ppo, mine: ratio is clipped below"
+    assert helps["clip_low"].startswith(owners) and "my_cap" not in helps
+    assert not notes(mine(loss="mine", clip_low=0.1)) and not notes(mine(clip_low=0.1))

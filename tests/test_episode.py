@@ -1,15 +1,30 @@
 """One episode, with an engine that answers as it is told: tokens, turns, limits, faults, waits."""
 
 import asyncio
+import threading
 import time
 
 import numpy as np
 import pytest
 
-from buffer import RolloutTask, derive_seed
-from envs import Env, EnvConfig, EnvTask, Latency, Row, Task, encode_reply
-from episode import EnvCalls, EnvError, Episode, Limits, Unwanted, run_episode, run_lockstep
+from buffer import Ticket, derive_seed
+from envs import (
+    Env,
+    EnvError,
+    EnvTask,
+    Episode,
+    Latency,
+    Limits,
+    Row,
+    Task,
+    Unwanted,
+    run_episode,
+)
+from experiments.naive import run_lockstep
+from plumbing.calls import EnvCalls
+from plumbing.chat import encode_reply
 from plumbing.models import byte_tokenizer
+from plumbing.settings import Settings
 
 TOKENIZER = byte_tokenizer()
 EOS = TOKENIZER.eos_token_id
@@ -56,20 +71,21 @@ class Counting(Env):
         return f"{self.seed}:{self.turn}", reward, action == "end", False, {}
 
 
-def task(group=0, sample=0, prompt=7, seed=11, **more):
-    return RolloutTask(group, sample, prompt, seed, **more)
+def ticket(group=0, sample=0, prompt=7, seed=11, **more):
+    return Ticket(group, sample, prompt, seed, **more)
 
 
 def games(env_class=Counting, **config):
-    return EnvTask(env_class, EnvConfig(env="counting", **config))
+    return EnvTask(env_class, Settings(env="counting", **config))
 
 
-def episode_of(env, engine, one=None, limits=WIDE, tokenizer=TOKENIZER):
-    return Episode(one or task(), env, engine, tokenizer, EnvCalls(env.config, 8), limits)
+def episode_of(task, engine, one=None, limits=WIDE, tokenizer=TOKENIZER, calls=None):
+    calls = calls or EnvCalls(task.config.env_timeout, 8)
+    return Episode(one or ticket(), task, engine, tokenizer, calls, limits)
 
 
-def play(env, engine, one=None, limits=WIDE, tokenizer=TOKENIZER):
-    return asyncio.run(run_episode(episode_of(env, engine, one, limits, tokenizer)))
+def play(task, engine, one=None, limits=WIDE, tokenizer=TOKENIZER):
+    return asyncio.run(run_episode(episode_of(task, engine, one, limits, tokenizer)))
 
 
 # -- single-turn tasks -----------------------------------------------------------------------------
@@ -89,14 +105,14 @@ class Parrot(Task):
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_sample_is_the_prompt_and_the_ids_as_they_were_sampled(blocking):
-    env, engine = Parrot(EnvConfig()), Scripted([70, 71, EOS])
-    env.blocking = blocking
-    sample = play(env, engine, task(prompt=1, seed=7), Limits(9, 1, 64))
+    task, engine = Parrot(Settings()), Scripted([70, 71, EOS])
+    task.blocking = blocking
+    sample = play(task, engine, ticket(prompt=1, seed=7), Limits(9, 1, 64))
     prompt = ids_of("cde")
     (turn,) = engine.asked
-    assert (turn.prompt, turn.max_tokens, turn.seed) == (prompt, 9, 7)
+    assert (turn.context, turn.max_tokens, turn.seed) == (prompt, 9, 7)
     assert turn.stop_ids == [EOS, *ids_of("\n")]
-    assert sample.task == task(prompt=1, seed=7)
+    assert sample.ticket == ticket(prompt=1, seed=7)
     assert sample.ids.tolist() == [*prompt, 70, 71, EOS]
     assert sample.mask.tolist() == [False] * 3 + [True] * 3
     assert sample.logprobs.tolist() == [0, 0, 0, -1, -2, -3]
@@ -108,8 +124,8 @@ def test_a_sample_is_the_prompt_and_the_ids_as_they_were_sampled(blocking):
     assert sample.truncated is False and sample.turns == ((3, 6),)
 
 
-def test_an_evaluation_task_takes_a_held_out_prompt():
-    sample = play(Parrot(EnvConfig()), Scripted([70]), task(prompt=0, eval=True), Limits(9, 1, 64))
+def test_an_evaluation_ticket_takes_a_held_out_prompt():
+    sample = play(Parrot(Settings()), Scripted([70]), ticket(prompt=0, eval=True), Limits(9, 1, 64))
     assert len(sample.ids) == len("held out") + 1
 
 
@@ -118,7 +134,7 @@ def test_a_response_cut_by_its_limit_is_truncated():
         engine.asked[-1].truncated = True
 
     engine = Scripted([70], on_turn=cut)
-    assert play(Parrot(EnvConfig()), engine, task(prompt=0), Limits(1, 1, 64)).truncated is True
+    assert play(Parrot(Settings()), engine, ticket(prompt=0), Limits(1, 1, 64)).truncated is True
 
 
 # -- several turns ---------------------------------------------------------------------------------
@@ -167,7 +183,7 @@ def test_a_template_that_drops_earlier_thinking_changes_no_recorded_id():
     middle = "\n<|im_start|>user\n519:1<|im_end|>\n<|im_start|>assistant\n"
     prompt = "<|im_start|>user\n519:0<|im_end|>\n<|im_start|>assistant\n"
     assert sample.ids.tolist() == ids_of(prompt) + first + ids_of(middle) + last
-    assert engine.asked[1].prompt == sample.ids.tolist()[: -len(last)]  # nothing was rewritten
+    assert engine.asked[1].context == sample.ids.tolist()[: -len(last)]  # nothing was rewritten
     messages = [{"role": "user", "content": "519:0"}, {"role": "assistant", "content": said}]
     messages.append({"role": "user", "content": "519:1"})
     rendered = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -183,11 +199,11 @@ def test_a_template_that_changes_the_last_answer_is_refused(monkeypatch):
 
 
 def test_without_a_chat_template_the_text_alone_is_appended():
-    env = games()
-    env.chat = False
-    sample = play(env, Scripted(ids_of("2"), ids_of("end")))
+    task = games()
+    task.chat = False
+    sample = play(task, Scripted(ids_of("2"), ids_of("end")))
     assert sample.ids.tolist() == ids_of("519:0" + "2" + "519:1" + "end")
-    assert encode_reply(env, "", TOKENIZER) == []
+    assert encode_reply(task, "", TOKENIZER) == ()
 
 
 def test_without_a_template_a_text_that_begins_as_the_turn_ended_loses_nothing():
@@ -195,9 +211,9 @@ def test_without_a_template_a_text_that_begins_as_the_turn_ended_loses_nothing()
         def step(self, action):
             return "2 is more", 0.0, action == "end", False, {}
 
-    env = games(Says)
-    env.chat = False
-    sample = play(env, Scripted(ids_of("2"), ids_of("end")))
+    task = games(Says)
+    task.chat = False
+    sample = play(task, Scripted(ids_of("2"), ids_of("end")))
     assert sample.ids.tolist() == ids_of("519:0" + "2" + "2 is more" + "end")
 
 
@@ -222,10 +238,10 @@ def test_each_turn_has_a_seed_of_its_own_that_depends_on_the_sample_and_the_turn
 
 
 def test_the_samples_of_a_group_play_the_same_seed_and_evaluation_others():
-    env = games()
-    texts = [env.first_text(env.train[i]) for i in range(3)]
-    assert len(set(texts)) == 3 and not set(env.train) & set(env.test)
-    samples = [play(env, Scripted(ids_of("end")), task(sample=i)) for i in range(2)]
+    task = games()
+    texts = [task.first_text(task.train[i]) for i in range(3)]
+    assert len(set(texts)) == 3 and not set(task.train) & set(task.test)
+    samples = [play(task, Scripted(ids_of("end")), ticket(sample=i)) for i in range(2)]
     assert samples[0].ids.tolist() == samples[1].ids.tolist()
 
 
@@ -258,7 +274,7 @@ def test_the_limit_on_the_whole_length_ends_an_episode_before_it_is_passed():
         engine = Scripted([*ids_of("1"), EOS])
         sample = play(games(), engine, limits=WIDE._replace(max_model_len=limit))
         assert len(sample.ids) <= limit and sample.truncated and sample.mask[-1]
-        assert all(len(turn.prompt) + turn.max_tokens <= limit for turn in engine.asked)
+        assert all(len(turn.context) + turn.max_tokens <= limit for turn in engine.asked)
         assert all(turn.max_tokens >= 1 for turn in engine.asked)
 
 
@@ -327,11 +343,11 @@ def returning(value):
 )
 @pytest.mark.parametrize("blocking", [True, False])
 def test_what_raises_or_returns_nonsense_is_reported_with_its_seed(
-    method, wrong, message, blocking, monkeypatch
+    method, wrong, message, blocking
 ):
-    env = games(type("Faulty", (Counting,), {method: wrong, "blocking": blocking}))
+    task = games(type("Faulty", (Counting,), {method: wrong, "blocking": blocking}))
     with pytest.raises(EnvError, match=message) as error:
-        play(env, Scripted(ids_of("1")))
+        play(task, Scripted(ids_of("1")))
     assert str(error.value).startswith("counting, seed 519, ")
 
 
@@ -351,12 +367,12 @@ def test_what_would_end_a_loop_or_a_thread_is_an_ordinary_fault(wrong, kind):
             def step(self, action):
                 raise wrong
 
-    env = games(Leaving, env_timeout=2)
-    calls = EnvCalls(env.config, 8)
+    task = games(Leaving)
+    calls = EnvCalls(task.config.env_timeout, 8)
 
     async def main():
         for _ in range(2):  # the second finds all as it was
-            episode = Episode(task(), env, Scripted(ids_of("1")), TOKENIZER, calls, WIDE)
+            episode = episode_of(task, Scripted(ids_of("1")), calls=calls)
             with pytest.raises(EnvError, match=f"step 1: RuntimeError: .*{type(wrong).__name__}"):
                 await run_episode(episode)
 
@@ -383,126 +399,152 @@ def test_a_message_of_several_lines_becomes_one():
         play(games(Verbose), Scripted(ids_of("1")))
 
 
+@pytest.fixture
+def for_ever():
+    """Waits until the test has ended: whoever waits for it hangs."""
+    over = threading.Event()
+    yield over.wait
+    over.set()
+
+
 @pytest.mark.parametrize("kind", ["blocking", "async"])
-def test_a_step_that_hangs_is_given_up_and_the_setting_named(kind):
+def test_a_step_that_hangs_is_given_up_and_the_setting_named(kind, for_ever):
     class Hanging(Counting):
         blocking = kind == "blocking"
         if kind == "blocking":
 
             def step(self, action):
-                time.sleep(1)
+                for_ever()
 
         else:
 
             async def step(self, action):
-                await asyncio.sleep(60)
+                await asyncio.sleep(3600)
 
-    env = games(Hanging, env_timeout=0.1)
-    start = time.monotonic()
+    calls = EnvCalls(30.0, 8)
+
+    def hurry(_):  # not before: the reset may take its time
+        calls.timeout = 0.1
+
+    episode = episode_of(games(Hanging), Scripted(ids_of("1"), on_turn=hurry), calls=calls)
     with pytest.raises(EnvError, match=r"step 1: TimeoutError: took longer than 0.1 s .*env_time"):
-        play(env, Scripted(ids_of("1")))
-    assert time.monotonic() - start < 1
+        asyncio.run(run_episode(episode))
 
 
-def test_a_reward_that_hangs_is_given_up_too():
-    env = Parrot(EnvConfig(env_timeout=0.1))
-    env.reward = lambda row, response: time.sleep(1)
+def test_a_reward_that_hangs_is_given_up_too(for_ever):
+    task = Parrot(Settings(env_timeout=0.1))
+    task.reward = lambda row, response: for_ever()
     with pytest.raises(EnvError, match=r"the reward: TimeoutError: took longer than 0.1 s"):
-        play(env, Scripted([70]), task(prompt=0))
+        play(task, Scripted([70]), ticket(prompt=0))
 
 
 def test_a_timeout_of_the_environments_own_is_not_taken_for_ours():
-    env = Parrot(EnvConfig())
+    task = Parrot(Settings())
 
     def own(row, response):
         raise TimeoutError("the judge is busy")
 
-    env.reward = own
+    task.reward = own
     with pytest.raises(EnvError, match="TimeoutError: the judge is busy"):
-        play(env, Scripted([70]), task(prompt=0))
+        play(task, Scripted([70]), ticket(prompt=0))
 
 
 # -- nobody waits for anybody else -----------------------------------------------------------------
 
 
-class Slow(Counting):
-    """Ends after two turns; a step takes as long as the seed says."""
-
-    seconds = {519: 0.05, 520: 0.6}
-
-    async def step(self, action):
-        await asyncio.sleep(self.seconds[self.seed])
-        self.turn += 1
-        return "", 1.0, self.turn == 2, False, {}
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.001)
 
 
 def test_a_fast_environment_is_done_while_a_slow_one_is_still_at_its_first_step():
-    env, ended = games(Slow), {}
+    ended = []
+
+    class Slow(Counting):
+        """Ends after two turns; with seed 520 it takes until the other one has ended."""
+
+        async def step(self, action):
+            if self.seed == 520:
+                await until(lambda: 7 in ended)
+            self.turn += 1
+            return "", 1.0, self.turn == 2, False, {}
+
+    task, calls = games(Slow), EnvCalls(30.0, 8)
+
+    async def play_one(prompt):
+        one = ticket(prompt=prompt, seed=prompt)
+        sample = await run_episode(episode_of(task, Scripted([5]), one, calls=calls))
+        ended.append(prompt)
+        return sample
 
     async def both():
-        start = time.monotonic()
+        return await asyncio.gather(play_one(7), play_one(8))
 
-        async def one(prompt):
-            await run_episode(episode_of(env, Scripted([5]), task(prompt=prompt, seed=prompt)))
-            ended[prompt] = time.monotonic() - start
-
-        await asyncio.gather(one(7), one(8))
-
-    asyncio.run(both())
-    assert ended[7] < 0.5 < 1.1 < ended[8]
+    samples = asyncio.run(both())
+    assert ended == [7, 8] and [len(sample.turns) for sample in samples] == [2, 2]
 
 
 def test_in_lockstep_every_turn_waits_for_the_slowest():
-    env = games(Slow)
-    ends = []
+    log = []
 
-    class Clocked(Scripted):
+    class Slow(Counting):
+        """Ends after two turns; with seed 520 each step ends some time after the other's."""
+
+        async def step(self, action):
+            if self.seed == 520:
+                await until(lambda: log.count(519) > log.count(520))
+                await asyncio.sleep(0.05)
+            log.append(self.seed)
+            self.turn += 1
+            return "", 1.0, self.turn == 2, False, {}
+
+    class Logged(Scripted):
         async def generate(self, turn):
-            ends.append(time.monotonic())
+            log.append("turn")
             await super().generate(turn)
 
-    engine = Clocked([5])
-    episodes = [episode_of(env, engine, task(prompt=prompt, seed=prompt)) for prompt in (7, 8)]
-    samples = asyncio.run(run_lockstep(episodes))
+    task, engine = games(Slow), Logged([5])
+    tickets = [ticket(prompt=prompt, seed=prompt) for prompt in (7, 8)]
+    samples = asyncio.run(run_lockstep([episode_of(task, engine, one) for one in tickets]))
     assert [len(sample.turns) for sample in samples] == [2, 2]
-    assert ends[2] - ends[1] > 0.55 and ends[3] - ends[2] < 0.3  # both begin turn 2 together
-    one = [play(env, Scripted([5]), task(prompt=prompt, seed=prompt)) for prompt in (7, 8)]
-    assert [s.ids.tolist() for s in samples] == [s.ids.tolist() for s in one]  # the same episodes
+    assert log == ["turn", "turn", 519, 520] * 2  # both begin turn 2 together
+    alone = [play(task, Scripted([5]), one) for one in tickets]
+    assert [s.ids.tolist() for s in samples] == [s.ids.tolist() for s in alone]  # the same episodes
 
 
 @pytest.mark.parametrize("kind", ["blocking", "async"])
 def test_environments_go_on_while_the_event_loop_is_held_up_by_a_weight_update(kind):
-    ended = []
+    begun, held, ended = (threading.Event() for _ in range(3))
 
     class Noting(Counting):
+        """Its step begins before the loop is held up, and ends after that."""
+
         blocking = kind == "blocking"
         if kind == "blocking":
 
             def step(self, action):
-                time.sleep(0.1)
-                ended.append(time.monotonic())
+                begun.set()
+                held.wait()
+                ended.set()
                 return "", 1.0, True, False, {}
 
         else:
 
             async def step(self, action):
-                await asyncio.sleep(0.1)
-                ended.append(time.monotonic())
+                begun.set()
+                await until(held.is_set)
+                ended.set()
                 return "", 1.0, True, False, {}
 
     async def main():
         playing = asyncio.create_task(run_episode(episode_of(games(Noting), Scripted([5]))))
-        while not playing.done() and not ended:
-            await asyncio.sleep(0.01)
-            if not ended:
-                time.sleep(0.4)  # as loading weights does
-                held_until = time.monotonic()
-                break
-        sample = await playing
-        return held_until, sample
+        await until(begun.is_set)
+        held.set()
+        went_on = ended.wait(20)  # this loop does nothing else meanwhile, as if it loaded weights
+        return went_on, await playing
 
-    held_until, sample = asyncio.run(main())
-    assert ended[0] < held_until and sample.reward == 1.0
+    went_on, sample = asyncio.run(main())
+    assert went_on and sample.reward == 1.0
 
 
 def test_a_cancelled_episode_stops_its_environment_too():
@@ -512,22 +554,18 @@ def test_a_cancelled_episode_stops_its_environment_too():
         async def step(self, action):
             try:
                 seen.append("begun")
-                await asyncio.sleep(60)
+                await asyncio.sleep(3600)
             except asyncio.CancelledError:
                 seen.append("cancelled")
                 raise
 
     async def main():
         playing = asyncio.create_task(run_episode(episode_of(games(Waiting), Scripted([5]))))
-        while not seen:
-            await asyncio.sleep(0.01)
+        await until(lambda: seen)
         playing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await playing
-        for _ in range(100):
-            if "cancelled" in seen:
-                return
-            await asyncio.sleep(0.01)
+        await until(lambda: len(seen) > 1)
 
     asyncio.run(main())
     assert seen == ["begun", "cancelled"]
@@ -559,16 +597,25 @@ BAD_LATENCIES = ["x", "0.1,", ",0.1", "-1,0", "0.1,nan", "1,2,3,4,5", "1,2,3", "
 @pytest.mark.parametrize("text", BAD_LATENCIES)
 def test_a_latency_that_is_none_is_refused(text):
     with pytest.raises(ValueError, match="--env_latency is MEAN,STD or MEAN,STD,SHARE,FACTOR"):
-        EnvConfig(env_latency=text)
+        Settings(env_latency=text)
 
 
 def test_a_latency_that_no_step_would_survive_is_refused():
     with pytest.raises(ValueError, match="--env_latency 40,1: .*--env_timeout 30"):
-        EnvConfig(env_latency="40,1")
+        Settings(env_latency="40,1")
 
 
 def test_a_step_waits_for_its_latency():
-    env = games(env_latency="0.2,0")
+    waits = []
+
+    class Recording(EnvCalls):
+        async def __call__(self, call, *args, wait=0.0, **how):
+            waits.append(wait)
+            return await super().__call__(call, *args, wait=wait, **how)
+
+    task = games(env_latency="0.2,0")
+    episode = episode_of(task, Scripted(ids_of("end")), calls=Recording(30.0, 8))
     start = time.monotonic()
-    play(env, Scripted(ids_of("end")))
-    assert 0.2 <= time.monotonic() - start < 0.5
+    asyncio.run(run_episode(episode))
+    assert time.monotonic() - start >= 0.2
+    assert waits == [0.0, 0.2]  # none before the reset

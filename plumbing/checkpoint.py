@@ -1,0 +1,67 @@
+"""Checkpoints: what a resumed run begins with.
+
+checkpoint-<step>/ holds model and tokenizer in Hugging Face format, and beside them the moments of
+the optimiser, the schedule of its rate, the random state, and where every node's prompts stood.
+"""
+
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from plumbing.ranks import whole
+
+STATE_FILE = "trainer.pt"  # beside the model
+
+
+def save(path: Path, trainer, tokenizer, progress: dict) -> None:
+    """Every rank takes part (shards are gathered); rank 0 writes, to a temporary name first.
+    `progress` is what else the resumed run has to know."""
+    model, optimizer = trainer.policy.model, trainer.optimizer
+    weights = {name: whole(p).cpu() for name, p in model.named_parameters()}
+    moments = [
+        {name: whole(value).cpu() for name, value in optimizer.state[p].items()}
+        for p in trainer.policy.parameters()
+    ]
+    if trainer.ranks.rank == 0:
+        temporary = path.with_name(f".{path.name}")
+        model.save_pretrained(temporary, state_dict=weights)
+        tokenizer.save_pretrained(temporary)
+        state = {"moments": moments, "scheduler": trainer.scheduler.state_dict()}
+        torch.save(state | {"rng": torch.get_rng_state()} | progress, temporary / STATE_FILE)
+        temporary.rename(path)
+
+
+def load(directory: str, nodes: int, batch: tuple[int, int]) -> tuple[dict, str]:
+    """State and path of the last checkpoint in a run directory; ({}, "") without one to resume.
+    Raises ValueError if it is of another number of nodes, or of batches of another shape."""
+    if not directory:
+        return {}, ""
+    found = [p for p in Path(directory).glob("checkpoint-*") if (p / STATE_FILE).exists()]
+    if not found:
+        raise ValueError(f"--resume {directory}: no checkpoint in it")
+    path = max(found, key=lambda p: int(p.name.split("-")[1]))
+    state = torch.load(path / STATE_FILE, weights_only=False, map_location="cpu")
+    if len(state["cells"]) != nodes:
+        raise ValueError(f"{path} is of a run on {len(state['cells'])} nodes, not on {nodes}")
+    if state["batch"] != batch:
+        raise ValueError(
+            f"{path} is of a run with batches of {state['batch'][0]} x {state['batch'][1]}"
+        )
+    return state, str(path)
+
+
+def restore(trainer, state: dict) -> None:
+    """Put back what `save` wrote beside the model."""
+    optimizer, scheduler = trainer.optimizer, trainer.scheduler
+    for p, moments in zip(trainer.policy.parameters(), state["moments"], strict=True):
+        optimizer.state[p] = {
+            name: distribute_tensor(value.to(p.device), p.device_mesh, p.placements)
+            if isinstance(p, DTensor) and value.shape == p.shape
+            else value.to(p.device if value.dim() else "cpu")
+            for name, value in moments.items()
+        }
+    scheduler.load_state_dict(state["scheduler"])
+    for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate  # the scheduler sets it when it steps, not when it is loaded
+    torch.set_rng_state(state["rng"])

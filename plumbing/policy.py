@@ -1,0 +1,56 @@
+"""The model as the trainer needs it: log-probabilities of chosen tokens, never all logits."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM
+
+import algos
+from plumbing.models import one_line_if_missing
+from plumbing.packing import Packed
+from plumbing.ranks import Ranks
+
+
+class Policy(nn.Module):
+    """A causal language model that returns log-probabilities of the tokens that are trained on."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, packed: Packed, temperature: float, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of the T trained tokens, each [T]."""
+        # Without a mask attention is causal, and padding on the right is never looked at.
+        hidden = self.model.base_model(
+            input_ids=packed.ids,
+            position_ids=packed.positions,
+            attention_mask=packed.attention,
+            use_cache=False,
+        ).last_hidden_state.flatten(0, 1)  # [N * L, D]
+        head = self.model.get_output_embeddings()
+        return algos.token_logprobs(
+            hidden[packed.predictors], head, packed.targets, temperature,
+            entropy_gradient=entropy_gradient,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def score(self, ids: list[int], device: torch.device) -> Tensor:
+        """Raw log-probabilities (T = 1) of ids[1:], for the probe. Called on every rank."""
+        row, count = torch.tensor([ids]), len(ids)  # [1, L]
+        positions = torch.arange(count)
+        packed = Packed(row, positions[None], None, positions[:-1], row[0, 1:], row, row, row)
+        logp, _ = self(packed.to(device), 1.0)
+        if isinstance(self, FSDPModule):
+            # Else the outermost parameters stay gathered copies, in low precision and without
+            # moments, until the next backward pass; a checkpoint would take those for the masters.
+            self.reshard()
+        return logp
+
+
+def load_policy(path: str, ranks: Ranks, dtype: torch.dtype) -> Policy:
+    """Read a model; its masters are float32 also where the forward pass is not."""
+    with one_line_if_missing(path):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return ranks.shard(Policy(model), dtype)

@@ -1,0 +1,234 @@
+"""The rollout processes of this node: how they start, how they are spoken to, how they end.
+
+Each has a pipe of its own, so no lock is shared and a killed one leaves nothing locked. What is
+said over the pipes is not known here: see `rollout.Scheduler` and `rollout.Worker`.
+"""
+
+import contextlib
+import ctypes
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+
+import torch.multiprocessing as mp
+
+
+class RolloutError(RuntimeError):
+    """The rollout side failed. `details` is the child's traceback, if there is one."""
+
+    def __init__(self, message: str, details: str = ""):
+        super().__init__(message)
+        self.details = details
+
+
+def cause(details: str) -> str:
+    """The exception of a traceback, in one line."""
+    return [line for line in details.splitlines() if line[:1].strip()][-1]
+
+
+class Processes:
+    """A process and a pipe for every worker, and a thread that hears what they say.
+
+    They may serve several runs, one after the other: `listen` says whose they are. What goes wrong
+    with one of them is raised by whoever waits.
+    """
+
+    def __init__(self):
+        self.processes: list[mp.Process] = []
+        self.pipes: list[Connection] = []
+        self.weight_group = None  # kept here by `weights.Sender`, since it lives as long as they do
+        self.changed = threading.Condition()  # the one lock, and the word that there is news
+        self.error: RolloutError | None = None
+        self.patience = math.inf  # seconds that a worker may be silent
+        self.excused: set[int] = set()  # these may be silent for longer
+        self.heard: list[float] = []
+        self._said: list[set[str]] = []
+        self._wake_reader, self._wake_writer = mp.Pipe(duplex=False)
+        self._sending = threading.Lock()  # trainer and thread both do
+        self._ending = False
+        self._thread = threading.Thread(target=self._serve, name="rollout owner", daemon=True)
+
+    @property
+    def count(self) -> int:
+        return len(self.pipes)
+
+    def start(self, main: Callable, specs: list, devices: list[str | None], threads: int) -> None:
+        """Spawn a process for each spec, which runs main(pipe, spec)."""
+        context = mp.get_context("spawn")
+        for rank, (spec, visible) in enumerate(zip(specs, devices, strict=True)):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=main, args=(theirs, spec), name=f"rollout-{rank}", daemon=False
+            )
+            # Ctrl-C reaches the whole terminal group; what it means is for this process to say.
+            interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            with child_environment(visible, threads):
+                process.start()
+            signal.signal(signal.SIGINT, interrupt)
+            theirs.close()  # so that the worker's death reads as the end of the pipe
+            self.processes.append(process)
+            self.pipes.append(mine)
+
+    def listen(self, hear: Callable, holds: Callable[[int], str], patience: float) -> None:
+        """From now on call hear(worker, kind, *args) for all that is said, under the lock; what was
+        said before its "ready" or "begun" is of an earlier run. `holds(worker)`: for messages."""
+        with self.changed:
+            self.hear, self.holds, self.patience = hear, holds, patience
+            self.heard = [time.monotonic()] * self.count
+            self._said = [set() for _ in self.pipes]
+            self.excused.clear()
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def send(self, worker: int, *message) -> None:
+        with self._sending, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.pipes[worker].send(message)  # that it is dead is noticed where it is listened to
+
+    # -- waiting ---------------------------------------------------------------------------------
+
+    def wait(self, condition: Callable[[], bool], what: Callable[[], str], timeout: float) -> None:
+        """Wait for `condition`; raise what went wrong, or say `what` did not come."""
+        deadline = time.monotonic() + timeout
+        with self.changed:
+            while not condition():
+                if self.error:
+                    raise self.error
+                if time.monotonic() > deadline:
+                    raise RolloutError(f"waited {timeout:.0f} s for {what()}")
+                self.changed.wait(1.0)
+            if self.error:
+                raise self.error
+
+    def await_word(self, word: str, timeout: float) -> None:
+        """Wait until every worker has said this."""
+        self.wait(
+            lambda: all(word in said for said in self._said),
+            lambda: f"{sum(word not in said for said in self._said)} workers to be {word}",
+            timeout,
+        )
+
+    def check(self, within: float = 0.0) -> None:
+        """Raise what went wrong; wait so many seconds for the thread to find it."""
+        deadline = time.monotonic() + within
+        with self.changed:
+            while self.error is None and time.monotonic() < deadline:
+                self.changed.wait(0.1)
+            if self.error:
+                raise self.error
+
+    # -- the thread ------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            while not self._ending:
+                for pipe in wait([*self.pipes, self._wake_reader], timeout=1.0):
+                    if pipe is self._wake_reader:
+                        pipe.recv_bytes()
+                    else:
+                        self.receive(self.pipes.index(pipe))
+                self.check_alive()
+        except RolloutError as error:
+            self._fail(error)
+        except Exception as error:  # a bug in here must reach the trainer, not die in a thread
+            self._fail(RolloutError(f"owner thread: {error!r}", traceback.format_exc()))
+
+    def _fail(self, error: RolloutError) -> None:
+        with self.changed:
+            self.error = self.error or error
+            self.changed.notify_all()
+
+    def receive(self, worker: int) -> None:
+        """Take the next message of a worker. Raises RolloutError if it is gone, or has failed."""
+        try:
+            kind, *args = self.pipes[worker].recv()
+        except (EOFError, ConnectionResetError):
+            raise RolloutError(f"rollout process {worker} died ({self._end(worker)})") from None
+        with self.changed:
+            self.heard[worker] = time.monotonic()
+            if kind == "fatal":
+                raise RolloutError(f"rollout process {worker} failed: {cause(args[0])}", args[0])
+            if self._said[worker] or kind in ("ready", "begun"):
+                self._said[worker].add(kind)
+                self.hear(worker, kind, *args)
+            self.changed.notify_all()
+
+    def check_alive(self) -> None:
+        """Raise RolloutError for a worker that has been silent for too long."""
+        for worker, heard in enumerate(self.heard):
+            if worker in self.excused:
+                self.heard[worker] = time.monotonic()
+            elif (silent := time.monotonic() - heard) > self.patience:
+                raise RolloutError(
+                    f"rollout process {worker} has not answered for {silent:.0f} s "
+                    f"(it holds {self.holds(worker)}; --worker_timeout {self.patience:g})"
+                )
+
+    def _end(self, worker: int) -> str:
+        self.processes[worker].join(5)
+        code = self.processes[worker].exitcode
+        return f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exit {code}"
+
+    def close(self) -> None:
+        """End every worker and its children; also when one no longer answers."""
+        self._ending = True
+        self._wake_writer.send_bytes(b"x")
+        for worker in range(self.count):
+            self.send(worker, "stop")
+        deadline = time.monotonic() + (0.0 if self.error else 3.0)
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the worker and all that it started
+            process.kill()  # one that was only starting has no group of its own yet
+            process.join()
+
+
+# -- what a child starts with --------------------------------------------------------------------
+
+TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN_PREFIXES = ("GROUP_", "ROLE_", "LOCAL_WORLD", "TORCHELASTIC_")
+
+
+@contextlib.contextmanager
+def child_environment(devices: str | None, threads: int):
+    """The environment that children start with; this process's own is put back afterwards."""
+    saved = dict(os.environ)
+    for name in saved:
+        if name in TORCHRUN_VARIABLES or name.startswith(TORCHRUN_PREFIXES):
+            del os.environ[name]
+    if devices is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices
+    else:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # one helper of vLLM is compiled: 2-20 s a start
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine in this process: the step loop is ours
+        OMP_NUM_THREADS=str(threads),
+        OMP_WAIT_POLICY="PASSIVE",  # spinning threads beside a busy process cost a factor of ten
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_LOGGING_LEVEL=saved.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        VLLM_CPU_KVCACHE_SPACE=saved.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+        TOKENIZERS_PARALLELISM="false",
+        TQDM_DISABLE="1",  # the engine's own bars and warnings; errors do come through
+        PYTHONWARNINGS="ignore",
+        TORCH_CPP_LOG_LEVEL="ERROR",
+    )
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask Linux to kill this process when the one that started it dies, however it dies."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)  # it died before we asked

@@ -1,0 +1,163 @@
+"""The way of the weights, from the trainer ranks to the rollout workers: both ends of a publish.
+
+    trainer ranks                              every tensor-parallel worker of every engine
+    ─────────────                              ────────────────────────────────────────────
+    Sender.send: gather a bucket on all ranks,
+    rank 0 broadcasts it                  ───▶ receive: names and tensors, bucket by bucket
+
+Both ends cut the same `Manifest` into the same buckets. The process group is apart from the
+trainer's own, and made of plain torch parts: under torchrun every `tcp://` rendezvous would make
+rank 0 a client of torchrun's store.
+"""
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from plumbing.ranks import Ranks, whole
+
+
+@dataclass
+class Manifest:
+    """Names and shapes of all parameters, in the order in which their bytes travel."""
+
+    names: list[str]
+    shapes: list[list[int]]
+    dtype: str
+    bucket_bytes: int
+
+    def buckets(self) -> Iterator[list[int]]:
+        return cut_buckets(self.shapes, getattr(torch, self.dtype).itemsize, self.bucket_bytes)
+
+
+@dataclass
+class Wire:
+    """Where trainer rank 0 waits, and which ranks of the group an engine's workers are."""
+
+    host: str
+    port: int
+    first_rank: int  # the rank of tensor-parallel worker 0; rank 0 of the group is the trainer
+    world_size: int
+    backend: str  # "nccl" or "gloo"
+    timeout: float  # seconds
+
+    def join(self, rank: int, store: dist.TCPStore | None = None):
+        """Take a place in the group; rank 0 brings the store that the others find it by."""
+        limit = timedelta(seconds=self.timeout)
+        store = store or dist.TCPStore(self.host, self.port, self.world_size, False, limit)
+        store = dist.PrefixStore("weights", store)
+        if self.backend == "gloo":
+            return dist.ProcessGroupGloo(store, rank, self.world_size, limit)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return dist.ProcessGroupNCCL(store, rank, self.world_size, options)
+
+
+def cut_buckets(shapes: list, itemsize: int, bucket_bytes: int) -> Iterator[list[int]]:
+    """Cut parameters, in order, into buckets of at most `bucket_bytes` (a larger one goes alone).
+
+    >>> list(cut_buckets([(4,), (2, 2), (9,), (1,)], itemsize=1, bucket_bytes=8))
+    [[0, 1], [2], [3]]
+    """
+    bucket, used = [], 0
+    for i, shape in enumerate(shapes):
+        size = torch.Size(shape).numel() * itemsize
+        if bucket and used + size > bucket_bytes:
+            yield bucket
+            bucket, used = [], 0
+        bucket.append(i)
+        used += size
+    if bucket:
+        yield bucket
+
+
+def open_store(world_size: int, timeout: float, host: str) -> dist.TCPStore:
+    """The trainer's end of the rendezvous, on a port that the system has already bound for us (a
+    port that is probed first and bound later can be taken by another run in between)."""
+    listener = socket.create_server((host, 0))
+    port, limit = listener.getsockname()[1], timedelta(seconds=timeout)
+    return dist.TCPStore(
+        host, port, world_size, True, limit, False, master_listen_fd=listener.detach()
+    )
+
+
+def receive(group, manifest: Manifest, wire: torch.device, device: torch.device) -> Iterator[list]:
+    """The other end of `Sender.send`: (name, tensor) of the parameters of each bucket. They come
+    in on `wire`, and are given out on `device`."""
+    dtype = getattr(torch, manifest.dtype)
+    for bucket in manifest.buckets():
+        sizes = [torch.Size(manifest.shapes[i]).numel() for i in bucket]
+        flat = torch.empty(sum(sizes), dtype=dtype, device=wire)
+        group.broadcast(flat, 0).wait()
+        parts = zip(bucket, flat.to(device).split(sizes), strict=True)
+        yield [(manifest.names[i], part.view(manifest.shapes[i])) for i, part in parts]
+
+
+class Sender:
+    """The trainer's end. Every rank has one, since sharded parameters are gathered on all."""
+
+    def __init__(self, ranks: Ranks, model: nn.Module, dtype: torch.dtype, bucket_mb: int):
+        self.ranks, self.dtype, self.group = ranks, dtype, None
+        # Tied embeddings are one parameter and appear once; the engine ties its own.
+        named = dict(model.named_parameters())
+        self.parameters = list(named.values())
+        shapes = [list(p.shape) for p in self.parameters]
+        wire_dtype = str(dtype).removeprefix("torch.")
+        self.manifest = Manifest(list(named), shapes, wire_dtype, bucket_mb * 2**20)
+
+    def connect(self, workers, workers_a_node: int, timeout: float) -> None:
+        """Join trainer rank 0 and every rollout rank of every node in one process group. `workers`:
+        this node's `Processes`; None, except on local rank 0."""
+        ranks, store = self.ranks, None
+        if workers is not None and workers.weight_group is not None:
+            self.group = workers.weight_group  # they serve another run already
+            return
+        wire, world = None, 1 + ranks.nodes * workers_a_node
+        if ranks.rank == 0:
+            one = ranks.nodes == 1
+            host = "127.0.0.1" if one else socket.gethostbyname(socket.gethostname())
+            store = open_store(world, timeout, host)
+            wire = Wire(host, store.port, 1, world, ranks.wire, timeout)
+        wire = ranks.from_rank_zero(wire)
+        if workers is not None:
+            first = 1 + ranks.node * workers_a_node
+            each = workers_a_node // workers.count
+            for worker in range(workers.count):
+                place = replace(wire, first_rank=first + worker * each)
+                workers.send(worker, "join", asdict(place))
+        if store is not None:
+            self.group = wire.join(0, store)
+        if workers is not None:
+            workers.await_word("joined", timeout)
+            workers.weight_group = self.group or ()  # () on the other nodes: theirs is rank 0's
+
+    def send(self, alive: Callable[..., None]) -> None:
+        """Gather a bucket on all trainer ranks, then broadcast it, then the next: two communicators
+        are never in flight together. `alive()` raises when a worker is gone."""
+        for bucket in self.manifest.buckets():
+            parts = []
+            for i in bucket:
+                part = whole(self.parameters[i])
+                if self.ranks.rank == 0:
+                    parts.append(part.to(self.dtype).flatten())
+            if self.group:
+                wire = "cpu" if self.ranks.wire == "gloo" else self.ranks.device
+                self._broadcast(torch.cat(parts).to(wire), alive)
+
+    def _broadcast(self, flat: Tensor, alive: Callable[..., None]) -> None:
+        """Send one bucket; polled, so that Ctrl-C and a worker that is gone are noticed in time."""
+        work = self.group.broadcast(flat, 0)
+        while not work.is_completed():
+            alive()
+            time.sleep(1e-4)
+        try:
+            work.wait()
+        except RuntimeError:  # a receiver is gone: its owner is about to know which, and why
+            alive(within=6.0)
+            raise

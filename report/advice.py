@@ -1,0 +1,89 @@
+"""What a run's times speak for: which split of the machine, and which asynchronous ratio.
+
+    python -m report.advice RUN_DIR
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from report import theory
+from report.rows import TRAINER_TIMES, WORKER_TIMES, read_rows
+
+
+def advise_run(rows: list[dict], config: dict) -> str:
+    """What Proposition 2 (`theory.advise`) makes of the times that a run has measured: a line with
+    the split and alpha to use, then what it rests on. Empty without the times of 10 steps.
+
+    `config["trainers"]` is the number of trainer ranks (1 if it is not there). On a machine without
+    GPUs the workers of the proposition are processes; in sync both kinds have the whole machine, so
+    each counts for all of them. The longest sample is taken to wait for nothing but decoding."""
+    steps = [row for row in rows if "step" in row][3:]  # the first ones warm up
+    made = sum(row["tokens_made"] for row in steps)
+    if len(steps) < 7 or not made:
+        return ""
+    times = (*TRAINER_TIMES, *(f"worker_{what}" for what in WORKER_TIMES))
+    total = {what: sum(row.get(f"t_{what}", 0.0) for row in steps) for what in times}
+    rollouts, trainers = config["rollout_workers"], config.get("trainers", 1)
+    length = float(np.mean([row["length_mean"] for row in steps]))
+    engine_steps = sum(row["tokens_made"] / max(row["slots_used"], 1.0) for row in steps)
+    decoding = rollouts * (total["worker_decode"] + total["worker_episodes"])
+    busy = decoding + rollouts * sum(total[f"worker_{w}"] for w in ("load", "probe", "commit"))
+    workers = rollouts + trainers
+    sync = config["alpha"] == 0
+    sizes = {
+        "samples": steps[0]["samples"],
+        "workers": workers,
+        # Seconds of a worker a sample: it makes many at a time.
+        "mean": busy / (made / length) * (workers / rollouts if sync else 1),
+        "longest": max(row.get("length_max", 0) for row in steps) * decoding / engine_steps,
+        "train": (workers if sync else trainers)
+        * (total["train"] + total["publish"])
+        / (len(steps) * steps[0]["samples"]),
+    }
+    if not (sizes["longest"] > 0 < sizes["train"]):
+        return ""
+    said = theory.advise(**sizes)
+    measured = sum(total[what] for what in TRAINER_TIMES) / len(steps)
+    how = f"alpha {said.alpha}, {said.rollout_workers} rollout + {said.trainers} trainer processes"
+    if not said.alpha:
+        how = "sync, all processes in both phases"
+    now = f"{measured:.3f} s at alpha {config['alpha']:g}"
+    promise = f"{how}, at most {said.seconds:.3f} s a step; of sync {said.sync_seconds:.3f} s"
+    if measured <= said.seconds:
+        advice = f"stay with this setting (measured: {now}). The bounds promise less: {promise}"
+    else:
+        advice = f"{promise} (measured: {now}; staleness is not weighed)"
+    bounds = ", ".join(
+        f"alpha {alpha} {theory.best_async_bound(**sizes, alpha=alpha):.3f} s"
+        for alpha in theory.ALPHAS[1:]
+    )
+    return "\n".join(
+        [
+            f"advice: {advice}",
+            f"measured: a sample takes a worker {1e3 * sizes['mean']:.2f} ms to generate and a "
+            f"trainer {1e3 * sizes['train']:.2f} ms, the longest {sizes['longest']:.3f} s",
+            f"bounds at the best split, of whole processes or not: {bounds}; greatest speed-up "
+            f"over sync {theory.max_speedup(**sizes):.2f}",
+        ]
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Which split and alpha a run's times speak for.")
+    parser.add_argument("run", type=Path, metavar="RUN_DIR")
+    run = parser.parse_args().run
+    rows = read_rows(run / "metrics.jsonl")
+    advice = rows and advise_run(rows, json.loads((run / "config.json").read_text()))
+    if not advice:
+        print(f"report.advice: {run} has not the times of 10 steps to advise on", file=sys.stderr)
+        return 2
+    print(advice)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What a finished run says: its rows read back, and summed up in a few lines."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+TRAINER_TIMES = ("wait", "train", "publish")  # what a trainer's time goes to
+WORKER_TIMES = ("decode", "episodes", "load", "probe", "commit", "idle")  # ... and a worker's
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The objects of a JSONL file, without a last line that was cut off in the middle."""
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def summarize(rows: list[dict]) -> str:
+    """Reward first → last, times, staleness and idle shares of a run, and what to change."""
+    steps = [row for row in rows if "step" in row]
+    evals = [row for row in rows if "eval/solve_rate" in row]
+    wall, samples = steps[-1]["wall_s"], sum(row["samples"] for row in steps)
+    per_step = {
+        name: np.mean([row.get(key, 0.0) for row in steps[1:] or steps])
+        for name, key in (
+            ("decode", "t_worker_decode"),
+            ("train", "t_train"),
+            ("publish", "t_publish"),
+            ("wait for a batch", "t_wait"),
+        )
+    }
+    first, last = steps[0]["reward_mean"], np.mean([row["reward_mean"] for row in steps[-5:]])
+    lines = [
+        f"training reward {first:.3f} → {last:.3f} (mean of the last {min(5, len(steps))} steps)"
+    ]
+    if evals:
+        lines.append(
+            f"held-out solve rate {evals[0]['eval/solve_rate']:.3f} (version "
+            f"{evals[0]['version']}) → {evals[-1]['eval/solve_rate']:.3f} "
+            f"(version {evals[-1]['version']}, {evals[-1]['eval/samples']} prompts)"
+        )
+    idle = idle_shares(steps)
+    lines += [
+        f"{len(steps)} steps in {wall:.1f} s, {samples / wall:.0f} samples/s; a step: "
+        + ", ".join(f"{name} {seconds:.3f} s" for name, seconds in per_step.items()),
+        f"staleness mean {np.mean([row['staleness_mean'] for row in steps]):.2f}, "
+        f"max {max(row['staleness_max'] for row in steps)}; idle: trainer {idle['trainer']:.0%}, "
+        f"rollout {idle['rollout']:.0%}",
+    ]
+    if min(idle.values()) > 0.5:
+        lines.append("both wait, for environments: run more episodes (--alpha, --batch_size)")
+    elif idle["trainer"] > 0.5:
+        lines.append("the trainer waits most of the time: try more rollout workers or --alpha")
+    elif idle["rollout"] > 0.5:
+        lines.append("the workers wait most of the time: try more trainer ranks or --alpha")
+    return "\n".join(lines)
+
+
+def idle_shares(steps: list[dict]) -> dict[str, float]:
+    """Share of all seconds of a run in which trainer and workers waited. A mean of the steps' own
+    shares would be another number: short steps wait less."""
+    of = {
+        "trainer": ("t_wait", [f"t_{what}" for what in TRAINER_TIMES]),
+        "rollout": ("t_worker_idle", [f"t_worker_{what}" for what in WORKER_TIMES]),
+    }
+
+    def total(*keys: str) -> float:
+        return sum(row.get(key, 0.0) for row in steps for key in keys)
+
+    return {side: total(wait) / (total(*keys) or 1.0) for side, (wait, keys) in of.items()}

@@ -1,0 +1,197 @@
+"""What goes wrong ends the run soon, says why in one line, and leaves no process behind."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(400)  # most of it the start of vLLM, on a busy machine
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def state(pid: int) -> str:
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
+    return "zombie" if letter == "Z" else "alive"
+
+
+class Cli:
+    """`python train.py` in a process of its own, as a user has it."""
+
+    def __init__(self, tmp: Path, *flags: str, script: str = "train.py"):
+        self.out, self.run_dir = tmp / "out.txt", tmp / "run"
+        command = [sys.executable, script, *flags, "--eval_every", "0", "--steps", "5000"]
+        command += ["--batch_size", "2", "--group_size", "2", "--max_model_len", "128"]
+        command += ["--learning_rate", "3e-4", "--run_dir", str(self.run_dir)]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdout=self.out.open("w"), stderr=subprocess.STDOUT,
+            start_new_session=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+
+    def wait_for_step(self, timeout: float = 240) -> None:
+        deadline = time.monotonic() + timeout
+        metrics = self.run_dir / "metrics.jsonl"
+        while not (metrics.exists() and '"step"' in metrics.read_text()):
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.2)
+
+    def ends(self, timeout: float = 60, started: list[int] = ()) -> int:
+        """Exit code; of the run, and of all that it has started, nothing may stay."""
+        deadline, left = time.monotonic() + timeout, set(started)
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, self.text()
+            left.update(self.family())
+            time.sleep(0.1)
+        while left and time.monotonic() < deadline + 60:
+            left = {pid for pid in left if state(pid) not in ("gone", "zombie")}
+            time.sleep(0.1)
+        assert not left, [Path(f"/proc/{pid}/cmdline").read_text() for pid in left]
+        return self.process.returncode
+
+    def family(self) -> list[int]:
+        """The run's process and all that descend from it."""
+        parents = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")")[-1].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it ended while we looked
+        family = [self.process.pid]
+        for pid in family:
+            family += [child for child, parent in parents.items() if parent == pid]
+        return family
+
+    def worker(self) -> int:
+        """The rollout process: the one child in a process group of its own."""
+        return next(
+            pid for pid in self.family()[1:] if os.getpgid(pid) == pid and pid != self.process.pid
+        )
+
+    def text(self) -> str:
+        return self.out.read_text()
+
+    def last_line(self) -> str:
+        return self.text().strip().splitlines()[-1]
+
+
+@pytest.fixture
+def start(tmp_path, tiny, tasks):
+    """Start a run on a task; it is killed at the end of the test, whatever happens."""
+    started = []
+
+    def starting(task: str, *flags: str, **kwargs) -> Cli:
+        run = Cli(tmp_path, "--model", tiny, "--env", f"{tasks}:{task}", *flags, **kwargs)
+        started.append(run)
+        return run
+
+    yield starting
+    for run in started:
+        for pid in run.family():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        run.process.wait()
+
+
+def silent(run: Cli) -> int:
+    """Seconds without a word from worker 0 that a run with --worker_timeout 8 ended after."""
+    said = r"rollout process 0 has not answered for (\d+) s \(it holds .*; --worker_timeout 8\)"
+    return int(re.search(said, run.last_line())[1])
+
+
+def test_a_killed_worker_ends_the_run(start):
+    run = start("Odd")
+    run.wait_for_step()
+    os.kill(run.worker(), signal.SIGKILL)
+    assert run.ends() == 1
+    assert run.last_line() == "train.py: rollout process 0 died (killed by SIGKILL)"
+
+
+def test_a_worker_that_never_answers_ends_the_run(start):
+    run = start("Odd", "--worker_timeout", "8")
+    run.wait_for_step()
+    os.kill(run.worker(), signal.SIGSTOP)
+    assert run.ends() == 1
+    assert silent(run) >= 8
+
+
+def test_a_reward_that_always_raises_ends_the_run_with_its_traceback(start):
+    run = start("Broken")
+    assert run.ends(240) == 1  # start-up included
+    assert "groups failed" in run.last_line() and "no gold answer" in run.last_line()
+    assert "Traceback" in run.text() and "in reward" in run.text()
+
+
+@pytest.mark.slow
+def test_a_reward_that_hangs_ends_the_run(start):
+    run = start("Hanging", "--env_timeout", "2")
+    assert run.ends(240) == 1
+    assert "the reward: TimeoutError: took longer than 2 s" in run.last_line()
+
+
+def test_ctrl_c_ends_the_run_with_code_130(start):
+    run = start("Odd", "--rollout_workers", "2")
+    run.wait_for_step()
+    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal sends it, to the whole group
+    assert run.ends() == 130
+    assert run.last_line().startswith("train.py: interrupted")
+
+
+@pytest.mark.slow
+def test_a_killed_trainer_takes_its_workers_along(start):
+    run = start("Odd")
+    run.wait_for_step()
+    started = run.family()  # they have another parent as soon as it is gone
+    run.process.kill()
+    assert len(started) > 1 and run.ends(started=started) == -signal.SIGKILL
+
+
+def test_a_worker_that_dies_while_it_receives_weights_ends_the_run(start):
+    run = start("DiesInUpdate")
+    assert run.ends(240) == 1
+    assert run.last_line() == "train.py: rollout process 0 died (killed by SIGKILL)"
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_while_it_receives_weights_ends_the_run(start):
+    run = start("HangsInUpdate", "--worker_timeout", "8")
+    assert run.ends(240) == 1
+    assert silent(run) >= 8
+
+
+BREAK_ONE_TENSOR = '''
+import sys
+import train
+from plumbing.weights import Sender
+
+send = Sender.send
+def corrupted(self, alive):
+    """The publish of version 2 sends one bias that is not the trainer's."""
+    self.sends = getattr(self, "sends", -1) + 1
+    if self.sends == 2:
+        bias = self.parameters[self.manifest.names.index("model.layers.1.self_attn.v_proj.bias")]
+        bias.data += 0.1
+        send(self, alive)
+        bias.data -= 0.1
+    else:
+        send(self, alive)
+Sender.send = corrupted
+if __name__ == "__main__":
+    sys.exit(train.main())
+'''
+
+
+def test_one_wrong_tensor_in_a_publish_ends_the_run(start, tmp_path):
+    script = tmp_path / "break_one_tensor.py"
+    script.write_text(BREAK_ONE_TENSOR)
+    run = start("Odd", script=str(script))
+    assert run.ends(240) == 1
+    assert "trainer and engine disagree after the publish of version 2" in run.last_line()

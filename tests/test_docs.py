@@ -1,0 +1,36 @@
+"""The documents say what the code is."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+import algos
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "algorithms.md").read_text()
+
+
+def load(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("kind", sorted(algos.KINDS))
+def test_the_page_of_algorithms_has_a_row_for_each_function_that_is_registered(kind):
+    (table,) = re.findall(rf"^\| {kind} \|.*?\n\n", PAGE, re.DOTALL | re.MULTILINE)
+    assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == list(algos.KINDS[kind])
+
+
+def test_the_table_of_flags_is_as_the_code_would_write_it_now():
+    assert load(ROOT / "docs" / "draw_algorithms.py").page(PAGE) == PAGE
+
+
+def test_files_that_the_readme_names_are_there():
+    text = (ROOT / "README.md").read_text()
+    named = set(re.findall(r"`((?:docs|tests|plumbing|tasks|report|experiments)/[\w./]+)`", text))
+    named |= set(re.findall(r"\]\(((?:docs|tests)/[\w./]+)", text))
+    assert named and not [path for path in named if not (ROOT / path).exists()]
