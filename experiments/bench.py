@@ -9,8 +9,8 @@
         run = train.Run(settings_of(arm, bench.new_directory(arm.name)))
         return bench.measure(run, work)
 
-Engines are started once for each kind of arm, and serve one run after the other. After Ctrl-C the
-block ends, what was measured until then is there to be printed, and the code is 130.
+Engines are started once for each kind of arm, and serve one run after the other. Ctrl-C ends the
+block, not the program: what is whole by then can be printed, and the code is 130.
 """
 
 import os

@@ -314,9 +314,9 @@ def draw(results: dict[str, dict], target: Path) -> Path:
     for (bars, lines), (name, result) in zip(axes, results.items(), strict=True):
         seconds = result["seconds"]
         medians = [np.median(values) for values in seconds.values()]
-        spread = [[m - min(v), max(v) - m] for m, v in zip(medians, seconds.values(), strict=True)]
+        ranges = [[m - min(v), max(v) - m] for m, v in zip(medians, seconds.values(), strict=True)]
         colors = ["C1" if arm.startswith("async") else "C0" for arm in seconds]
-        bars.barh(list(seconds), medians, xerr=np.transpose(spread), color=colors, capsize=3)
+        bars.barh(list(seconds), medians, xerr=np.transpose(ranges), color=colors, capsize=3)
         bars.invert_yaxis()
         bars.set(title=name, xlabel="seconds a step (bars: range)")
         for number, (arm, curves) in enumerate(result.get("curves", {}).items()):
@@ -366,9 +366,9 @@ def compare(bench: TrainingBench, case: Case, arms: list[Arm], args) -> dict:
     if args.reward_steps:
         chosen = [arm for arm in arms if arm.name == best or arm in asynchronous]
         how = {"steps": args.reward_steps, "every": max(1, args.reward_steps // 10)}
-        measure = partial(bench.train, case, what=Measured.curve, **how)
+        curve = partial(bench.train, case, what=Measured.curve, **how)
         what = f"{case.name}, reward"
-        result["curves"] = bench.in_turn(chosen, args.reward_seeds, measure, what)
+        result["curves"] = bench.in_turn(chosen, args.reward_seeds, curve, what)
     return result
 
 

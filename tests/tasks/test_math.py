@@ -23,7 +23,6 @@ def math(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "rows.jsonl"
     path.write_text("".join(json.dumps({"problem": str(i), "answer": i}) + "\n" for i in range(30)))
     task = make_task(Settings(env="math", data=str(path)))
-    task.check_seconds = 2.0
     yield task
     task.close()
 
@@ -62,9 +61,11 @@ def test_equal_expressions_are_right_however_they_are_written(math):
         assert math.reward(Row("", gold), rf"\boxed{{{given_}}}") == reward, gold
 
 
-def test_a_check_that_takes_too_long_is_ended_and_the_next_one_works(math):
+def test_a_check_that_takes_too_long_is_ended_and_the_next_one_works(math, monkeypatch):
     assert math.reward(Row("", "x+1"), r"\boxed{1+x}") == 1.0  # the process is up
-    assert math.reward(Row("", "5"), rf"\boxed{{{HUGE}}}") == 0.0  # after env_timeout it raises
+    with monkeypatch.context() as short:
+        short.setattr(math, "check_seconds", 1.0)
+        assert math.reward(Row("", "5"), rf"\boxed{{{HUGE}}}") == 0.0  # after env_timeout it raises
     assert math.reward(Row("", "x+1"), r"\boxed{1+x}") == 1.0
 
 
