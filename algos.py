@@ -70,8 +70,13 @@ def pg_loss(t: Tokens, settings) -> tuple[Tensor, Tensor]:
 
 
 def ratio(logp: Tensor, anchor: Tensor) -> Tensor:
-    """exp(logp - anchor): in log space, and bounded so that nothing becomes infinite."""
-    return (logp - anchor).clamp(-20, 20).exp()
+    return bounded_exp(logp - anchor)
+
+
+def bounded_exp(x: Tensor, most: float = 20.0) -> Tensor:
+    """e^x, and beyond `most` its tangent there: so nothing becomes infinite, and no gradient jumps
+    to 0 where a ratio is large (a bad token of PPO would suddenly be left alone)."""
+    return x.clamp(max=most).exp() * (1 + (x - most).clamp(min=0))
 
 
 CLIP = dict(
@@ -208,8 +213,7 @@ def gspo_loss(t: Tokens, settings) -> tuple[Tensor, Tensor]:
     Departures: every token carries its sequence's value, so that --aggregation decides how those
     of different lengths count (sequence_mean is the paper's); r is against the behaviour policy.
     """
-    log_r = (t.logp - t.behaviour).clamp(-20, 20)
-    s = sequence_mean(log_r, t.sample).exp()
+    s = bounded_exp(sequence_mean(t.logp - t.behaviour, t.sample))
     clipped = s.clamp(1 - settings.gspo_low, 1 + settings.gspo_high)
     loss = -torch.minimum(s * t.advantage, clipped * t.advantage)
     return loss, (clipped * t.advantage < s * t.advantage).float()
@@ -232,8 +236,10 @@ def kl_penalty(logp: Tensor, reference: Tensor) -> Tensor:
     """Estimate of KL(pi || reference) that is never negative, per token: e^d - d - 1 with
     d = log reference - log pi ("k3", Schulman 2020, "Approximating KL divergence").
 
-    As a value it is unbiased for tokens that pi itself has sampled. As a loss, and so used in GRPO,
-    its gradient is another one: that of KL(reference || pi), again for tokens of pi.
+    As a value it is unbiased for tokens that pi itself has sampled. Times r = pi / pi_b (with its
+    gradient), the default of --kl_correction, value and gradient are unbiased at any age of a token
+    (DeepSeek-V3.2, arXiv 2512.02556, eq. 7). As it is (`none`, and so used in GRPO) its gradient is
+    another one: that of KL(reference || pi), for tokens of pi.
     """
     d = (reference - logp).clamp(-10, 10)
     return d.expm1() - d  # e^d - 1 without the rounding that would make small ones negative
@@ -309,10 +315,10 @@ def correct(
     those papers keep rho. Truncation is for losses that have no ratio against
     pi_b of their own (pg, kimi): with the others it would correct twice.
     """
-    log_rho = (proximal - behaviour).clamp(-20, 20)
+    log_rho = proximal - behaviour
     if settings.correction.startswith("sequence"):
         log_rho = sequence_mean(log_rho, sample)
-    rho, keep = log_rho.exp(), torch.ones_like(log_rho, dtype=torch.bool)
+    rho, keep = bounded_exp(log_rho), torch.ones_like(log_rho, dtype=torch.bool)
     if settings.correction.endswith("truncate"):
         return rho.clamp(max=settings.correction_high), keep
     if settings.correction.endswith("mask"):

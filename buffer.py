@@ -107,6 +107,7 @@ class SampleBuffer:
         redundant_groups: int = 0,
         filter_groups: bool = False,
         filter_limit: float = 10.0,
+        penalty: float = 0.0,
         version: int = 0,
         first_index: int = 0,
         dropped: dict[int, str] | None = None,
@@ -116,6 +117,7 @@ class SampleBuffer:
         self.alpha, self.bound, self.rule = alpha, math.ceil(alpha), CONSUMPTION[consume]
         self.redundant_samples, self.redundant_groups = redundant_samples, redundant_groups
         self.filter_groups, self.filter_limit = filter_groups, filter_limit
+        self.penalty = penalty  # taken from truncated samples before they are trained on
         self.version = version  # committed on every worker
         self.trainer_version = version  # what the trainer holds: ahead while a publish is under way
         self.next_index = first_index
@@ -178,7 +180,7 @@ class SampleBuffer:
             return False
         if len(group.samples) < self.group_size:
             return False
-        if self.filter_groups and group.without_signal():
+        if self.filter_groups and group.without_signal(self.penalty):
             self._filtered_since_batch += 1
             self.drop(group.index, "filtered")
             return False
@@ -352,13 +354,24 @@ class Sample:
     reward: float
     truncated: bool = False  # ended by a limit on tokens or turns, not by itself
     turns: tuple[tuple[int, int], ...] = ()  # where each turn's sampled tokens begin and end in ids
+    success: bool | None = None  # what the environment itself says of it, if it does
 
     def __reduce__(self):
         """Pickled with its arrays as bytes: NumPy's own form of them takes eight times as long."""
         arrays = (self.ids, self.mask, self.logprobs, self.versions)
-        rest = (self.reward, self.truncated, self.turns)
+        rest = (self.reward, self.truncated, self.turns, self.success)
         bytes_of = (np.asarray(a, d).tobytes() for a, d in zip(arrays, DTYPES, strict=True))
         return unpickle, (tuple(self.ticket), *bytes_of, *rest)
+
+    @property
+    def solved(self) -> bool:
+        """Whether the environment says so, or else the reward is 1.0 or more. Rewards of several
+        steps are added up: six times a sixth is a little less than 1."""
+        return self.reward >= 1 - 1e-6 if self.success is None else self.success
+
+    def penalised(self, penalty: float) -> float:
+        """The reward as it is trained on: less the penalty, if a limit ended the sample."""
+        return self.reward - penalty * self.truncated
 
     def staleness(self, version: int) -> int:
         """`version` less the lowest version of any sampled token; 0 if there is none."""
@@ -373,9 +386,10 @@ class Group:
     samples: dict[int, Sample] = field(default_factory=dict)
     failures: Counter = field(default_factory=Counter)
 
-    def without_signal(self) -> bool:
-        """Whether all rewards are equal, so that no sample is better than another."""
-        rewards = [sample.reward for sample in self.samples.values()]
+    def without_signal(self, penalty: float = 0.0) -> bool:
+        """Whether all rewards, as they are trained on, are equal: no sample is better than another.
+        """
+        rewards = [sample.penalised(penalty) for sample in self.samples.values()]
         return max(rewards) - min(rewards) <= 1e-8
 
 

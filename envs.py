@@ -23,8 +23,9 @@ What is played is named on the command line, also from a file of yours:
             right = action.strip() == self.letter
             return "again", right / 3, not right, False, {}
 
-Rewards may be any finite float; a run reports those of 1.0 and more as solved. What cannot be
-judged raises: a 0 in its place would teach the model that a right answer is wrong.
+Rewards may be any finite float, and those of an episode are added up. A run reports 1.0 and more as
+solved, or what an environment says in `info["success"]`. What cannot be judged raises: a 0 in its
+place would teach the model that a right answer is wrong.
 
 Paper: ROLL Flash (arXiv 2510.11345): EnvManager, env-level asynchronous rollout, asynchronous
 reward. Departures from its code: a weight update keeps the tokens of a turn in progress, and every
@@ -91,7 +92,8 @@ class Task:
     def reward(self, row: Row, response: str) -> float:
         """Score a response: its text without EOS, and with `stop` if that ended it.
 
-        Depends on nothing but its arguments. Raises if the response cannot be judged.
+        Depends on nothing but its arguments. Raises if the response cannot be judged. May be
+        `async def`, for a judge behind an API: see docs/rewards.md.
         """
         raise NotImplementedError(f"task {type(self).__name__} has no reward(row, response)")
 
@@ -248,8 +250,15 @@ class SingleTurn:
         self.row = row
         return row.prompt, {}
 
-    def step(self, response: str) -> tuple[str, float, bool, bool, dict]:
-        return "", self.task.reward(self.row, response), True, False, {}
+    def step(self, response: str):
+        score = self.task.reward(self.row, response)
+        return self._later(score) if inspect.isawaitable(score) else self._end(score)
+
+    async def _later(self, score) -> tuple:
+        return self._end(await score)
+
+    def _end(self, score: float) -> tuple[str, float, bool, bool, dict]:
+        return "", score, True, False, {}
 
 
 def sources(cls: type, base: type) -> str:
@@ -289,6 +298,7 @@ class Limits(NamedTuple):
     max_turns: int
     max_model_len: int  # tokens of the whole episode
     max_staleness: float = math.inf  # versions between its first token and now
+    stops: tuple[int, ...] = ()  # tokens that end a turn, besides EOS and the task's own stop
 
 
 class EnvError(RuntimeError):
@@ -308,10 +318,11 @@ class Episode:
         self.ticket, self.task, self.engine, self.tokenizer = ticket, task, engine, tokenizer
         self.calls, self.limits = calls, limits
         self.row = None  # of the task's data: some are made when they are asked for
-        self.stop_ids = stop_ids(task, tokenizer)
+        self.stop_ids = stop_ids(task, tokenizer, limits.stops)
         self.ids: list[int] = []  # all tokens up to the turn in progress
         self.turns: list[Turn] = []
         self.reward, self.over, self.truncated = 0.0, False, False
+        self.success: bool | None = None
         self.env = None
 
     @property
@@ -368,8 +379,10 @@ class Episode:
         what = "env step" if isinstance(self.task, EnvTask) else "reward"
         how = {"blocking": self.task.blocking, "wait": wait, "what": what}
         said = await self._ask(check_step, self.env.step, text, **how)
-        observation, reward, terminated, truncated, _ = said
+        observation, reward, terminated, truncated, info = said
         self.reward += float(reward)
+        if isinstance(info, dict) and info.get("success") is not None:
+            self.success = bool(info["success"])
         if terminated or truncated or len(self.turns) == self.limits.max_turns:
             cut = any(turn.truncated for turn in self.turns)
             self._end(truncated=cut or not terminated)
@@ -415,7 +428,7 @@ class Episode:
             logprobs[first:end], versions[first:end] = turn.logprobs, turn.versions
             places.append((first, end))
         ids = np.array(self.ids, np.int32)
-        end = self.reward, self.truncated, tuple(places)
+        end = self.reward, self.truncated, tuple(places), self.success
         return Sample(self.ticket, ids, mask, logprobs, versions, *end)
 
 

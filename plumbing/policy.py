@@ -1,12 +1,15 @@
 """The model as the trainer needs it: log-probabilities of chosen tokens, never all logits."""
 
+import sys
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 import algos
-from plumbing.models import one_line_if_missing
+from plumbing.checks import refuse_broken_weights, refuse_changed_logits
+from plumbing.models import one_line_if_broken
 from plumbing.packing import Packed
 from plumbing.ranks import Ranks
 
@@ -49,8 +52,19 @@ class Policy(nn.Module):
         return logp
 
 
-def load_policy(path: str, ranks: Ranks, dtype: torch.dtype) -> Policy:
-    """Read a model; its masters are float32 also where the forward pass is not."""
-    with one_line_if_missing(path):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    return ranks.shard(Policy(model), dtype)
+def load_policy(
+    path: str, ranks: Ranks, dtype: torch.dtype, probe: list[int] | None = None
+) -> Policy:
+    """Read a model; its masters are float32 also where the forward pass is not. Raises ValueError
+    for one whose weights are not whole, or whose probabilities of the `probe` are not its own."""
+    with one_line_if_broken(path):
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+        )  # those are refused below, by their names
+    for note in refuse_broken_weights(path, model, loaded):
+        if ranks.rank == 0:
+            print(f"note: {note}", file=sys.stderr)
+    policy = Policy(model)
+    if probe:
+        refuse_changed_logits(path, policy, probe)
+    return ranks.shard(policy, dtype)

@@ -67,10 +67,13 @@ class Processes:
                 target=main, args=(theirs, spec), name=f"rollout-{rank}", daemon=False
             )
             # Ctrl-C reaches the whole terminal group; what it means is for this process to say.
-            interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-            with child_environment(visible, threads):
-                process.start()
-            signal.signal(signal.SIGINT, interrupt)
+            # Blocked, as the child inherits it, and not ignored: one that comes now is not lost.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                with child_environment(visible, threads):
+                    process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()  # so that the worker's death reads as the end of the pipe
             self.processes.append(process)
             self.pipes.append(mine)
@@ -232,3 +235,12 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)  # it died before we asked
+
+
+def kill_children_and_exit(code: int) -> None:
+    """End this process and all rollout processes at once, without a word."""
+    for child in mp.active_children():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.kill()
+    os._exit(code)

@@ -133,7 +133,11 @@ def place_workers(gpus: int, ranks: int, workers: int, tensor_parallel: int):
 def cpu_threads(alone: bool, ranks: int, workers: int) -> tuple[int, int]:
     """Threads of a trainer rank and of a worker. Phases that have the machine to themselves use all
     of it; otherwise it is a core a process."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if not alone:
         return 1, 1
-    return max(1, cores // ranks), max(1, cores // workers)
+    return max(1, cores() // ranks), max(1, cores() // workers)
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

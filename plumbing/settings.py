@@ -11,6 +11,7 @@ make right; what depends on those is in `plumbing/start.py`.
 
 import argparse
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import Field, dataclass, fields, make_dataclass
@@ -63,7 +64,7 @@ class Settings(OfAlgorithms):
         "Qwen/Qwen2.5-0.5B-Instruct"
     )
     steps: int = flag(150, "train steps, one batch each", above=0)
-    seed: int = flag(0, "of data order, sampling and the tiny model", least=0)
+    seed: int = flag(0, "of data order, sampling and the tiny model", least=0, most=2**32 - 1)
     eval_every: int = flag(50, "versions between evaluations; 0: no evaluation at all", least=0)
     eval_prompts: int = flag(0, "held-out prompts an evaluation; 0: the model's preset", least=0)
     save_every: int = flag(0, "steps between checkpoints; 0: one, at the end", least=0)
@@ -172,10 +173,20 @@ class Settings(OfAlgorithms):
         0.5, "taken from the reward of truncated samples, if penalised", least=0
     )
     kl_coef: float = flag(0.0, "weight of the KL to the initial model; 0: no such model", least=0)
+    kl_correction: str = flag(
+        "ratio",
+        "the KL of a token: ratio (times pi / pi_b, unbiased at any age) or none (as it is)",
+        choices=("ratio", "none"),
+    )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", least=0)
 
     def __post_init__(self):
         check(self)
+
+    @property
+    def penalty(self) -> float:
+        """What is taken from the reward of a truncated sample."""
+        return self.truncated_penalty if self.truncated == "penalise" else 0.0
 
     def pick(self, call: Callable) -> dict:
         """The settings that `call` has parameters for, by name."""
@@ -220,6 +231,15 @@ def check(settings: Settings) -> None:
             raise ValueError(why)
 
 
+NEEDS = (  # flags that do nothing unless another one has a value like this
+    ("correction_low", "correction", lambda value: value.endswith("mask")),
+    ("correction_high", "correction", lambda value: value != "none"),
+    ("truncated_penalty", "truncated", lambda value: value == "penalise"),
+    ("filter_limit", "filter_groups", bool),
+    ("kl_correction", "kl_coef", bool),
+)
+
+
 def notes(settings) -> list[str]:
     """What is allowed, and probably not meant: flags that do nothing, a ratio that counts twice."""
     said = []
@@ -228,6 +248,12 @@ def notes(settings) -> list[str]:
         chosen = getattr(settings, kind)
         if getattr(settings, name) != default and chosen not in names:
             said.append(f"--{name} does nothing with --{kind} {chosen}")
+    default = {f.name: f.default for f in fields(settings)}
+    for name, other, does in NEEDS:
+        value = getattr(settings, other)
+        if getattr(settings, name) != default[name] and not does(value):
+            shown = f"{value:g}" if isinstance(value, float) else value
+            said.append(f"--{name} does nothing with --{other} {shown}")
     if settings.correction.endswith("truncate") and settings.loss not in ("pg", "kimi"):
         said.append(
             f"--correction {settings.correction} and --loss {settings.loss} both weigh by the age "
@@ -275,7 +301,8 @@ def parse(argv: list[str], program: str = "train.py") -> Settings:
     so that flags override them. Exits with code 2 and one line for what is wrong."""
 
     def fail(message: str):
-        print(f"{program}: {message}", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # under torchrun one of them says it
+            print(f"{program}: {message:.500}", file=sys.stderr)
         raise SystemExit(2)
 
     def flags_of(path: Path) -> list[str]:
@@ -283,8 +310,8 @@ def parse(argv: list[str], program: str = "train.py") -> Settings:
             values = yaml.safe_load(path.read_text())  # JSON is YAML too
         except FileNotFoundError:
             fail(f"no such file: {path}")
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            fail(f"{path}: {' '.join(str(error).split())}")
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+            fail(f"{path}: {' '.join(str(error).split())}")  # ValueError: bytes, 5,000 digits
         if not isinstance(values, dict):
             fail(f"{path}: a mapping of flags to values is expected")
         values.pop("trainers", None)  # in a run's config.json, and no flag
@@ -303,3 +330,7 @@ def parse(argv: list[str], program: str = "train.py") -> Settings:
         return Settings(**vars(known))
     except ValueError as error:
         fail(str(error))
+
+
+if __name__ == "__main__":
+    parse(sys.argv[1:])  # launch.sh asks before it starts torchrun, which would hide the one line

@@ -1,9 +1,11 @@
 """The start of a run: what is asked for is completed, checked and loaded, in that order.
 
-`resolve` fills in what was left to the task and the model; `refuse` and `check_prompts` change
-nothing, and raise ValueError, with one line, for what cannot work. Nothing is written by then.
+`resolve` fills in what was left to the task and the model; `refuse` and the checks of
+`plumbing/checks.py` change nothing, and raise ValueError, with one line, for what cannot work.
+Nothing is written by then.
 """
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,16 +13,28 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer
 
 from envs import Task, prompt_order
 from plumbing import checkpoint, replay
-from plumbing.chat import encode_prompt
-from plumbing.models import PRESETS, byte_tokenizer, one_line_if_missing, resolve_model
+from plumbing.chat import encode_prompt, stop_ids
+from plumbing.checks import (
+    declared_stops,
+    notes_on_prompts,
+    refuse_long_prompts,
+    refuse_long_stop,
+    refuse_other_models,
+    refuse_other_tokenizer,
+)
+from plumbing.models import PRESETS, byte_tokenizer, one_line_if_broken, resolve_model
 from plumbing.packages import require
-from plumbing.ranks import Ranks, cpu_threads
+from plumbing.ranks import Ranks, cores, cpu_threads
 from plumbing.settings import Settings
 from tasks.find import make_task
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # one of them
+MOST_SAMPLES = 10**6  # of a step: more is a slip of the pen
 
 
 class Start(NamedTuple):
@@ -35,6 +49,14 @@ class Start(NamedTuple):
     state: dict  # of the checkpoint that is resumed from; empty without one
     resumed_from: str  # the directory of that
     worker_threads: int
+    stops: tuple[int, ...]  # tokens that end a turn, besides EOS and the task's own
+    probe: list[int]  # what trainer and engine both score at every publish
+    notes: list[str]  # what a careful colleague would say
+
+    @property
+    def turn_ends(self) -> list[int]:
+        """All tokens that end a turn."""
+        return stop_ids(self.task, self.tokenizer, self.stops)
 
 
 def prepare(settings: Settings) -> Start:
@@ -52,22 +74,27 @@ def prepare(settings: Settings) -> Start:
     state, resumed_from = checkpoint.load(settings.resume, ranks.nodes, batch)
     made_here = settings.model.startswith("tiny")
     if made_here:  # its tokenizer is known before it is made: say early what does not fit
-        check_prompts(settings, task, byte_tokenizer())
+        check_prompts(settings, task, byte_tokenizer(), settings.model)
     if ranks.rank == 0:
         resolve_model(settings.model, task, settings.env)  # makes it, if it has to be made
     ranks.barrier()
     base = resolve_model(settings.model, task, settings.env)
     tokenizer, longest = load_tokenizer(base)
     settings = replace(settings, max_model_len=min(settings.max_model_len, longest))
+    refuse_long_stop(settings.env, task, tokenizer)
     if not made_here:
-        check_prompts(settings, task, tokenizer)
+        check_prompts(settings, task, tokenizer, base)
     workers = settings.rollout_workers
     threads, worker_threads = cpu_threads(settings.alpha == 0, ranks.local_world, workers)
     torch.set_num_threads(threads)
     dtype = preset_of(settings.model).dtype if ranks.device.type == "cuda" else "float32"
+    stops = declared_stops(base, task, tokenizer)
+    probe = probe_ids(settings, task, tokenizer)
+    notes = [*getattr(task, "notes", ()), *notes_on_prompts(task, tokenizer)]
     return Start(
-        settings, ranks, task, tokenizer, base, dtype, state, resumed_from, worker_threads
-    )
+        settings, ranks, task, tokenizer, base, dtype, state, resumed_from, worker_threads,
+        stops, probe, notes,
+    )  # fmt: skip
 
 
 def preset_of(model: str):
@@ -106,9 +133,34 @@ def refuse(settings: Settings) -> None:
         require(name, f"--report_to {name}")
     if settings.replay_batches:
         replay.check(settings.replay_batches, settings.steps, settings.group_size)
-    path = Path(settings.run_dir)
-    if any(part.is_file() for part in (path, *path.parents)):
-        raise ValueError(f"--run_dir {settings.run_dir}: there is a file of that name")
+    if settings.rollout_workers > 4 * cores() and not torch.cuda.device_count():
+        raise ValueError(
+            f"--rollout_workers {settings.rollout_workers}: {cores()} cores and no GPU are here"
+        )
+    if settings.tensor_parallel > 1 and not torch.cuda.device_count():
+        raise ValueError(
+            f"--tensor_parallel {settings.tensor_parallel}, but this machine has no GPUs"
+        )
+    samples = settings.batch_size * settings.group_size
+    if samples > MOST_SAMPLES:
+        raise ValueError(
+            f"--batch_size {settings.batch_size} x --group_size {settings.group_size}: a step of "
+            f"more than {MOST_SAMPLES} samples"
+        )
+    refuse_directory(settings)
+
+
+def refuse_directory(settings: Settings) -> None:
+    """Raise ValueError for a --run_dir that cannot be written to, or that holds a run already."""
+    path = Path(settings.run_dir or "runs")
+    try:
+        if any(part.is_file() for part in (path, *path.parents)):
+            raise ValueError(f"--run_dir {settings.run_dir}: there is a file of that name")
+        there = next(part for part in (path, *path.resolve().parents) if part.is_dir())
+    except OSError as error:
+        raise ValueError(f"--run_dir {settings.run_dir[:80]}: {error.strerror}") from error
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"--run_dir {path}: {there} cannot be written to")
     metrics = path / "metrics.jsonl"
     failed_early = metrics.exists() and not metrics.stat().st_size  # nothing is lost
     held = settings.run_dir and (path / "config.json").exists() and not failed_early
@@ -120,36 +172,32 @@ def refuse(settings: Settings) -> None:
 
 def load_tokenizer(model: str) -> tuple:
     """The tokenizer of a model, and how many tokens it takes at most."""
-    with one_line_if_missing(model):
+    folder = Path(model)
+    if folder.is_dir() and not any((folder / name).exists() for name in TOKENIZER_FILES):
+        raise ValueError(f"model {model}: no tokenizer in it ({', '.join(TOKENIZER_FILES)})")
+    with one_line_if_broken(model):
         config = AutoConfig.from_pretrained(model)
-        longest = getattr(config, "max_position_embeddings", sys.maxsize)
-        return AutoTokenizer.from_pretrained(model), longest
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    refuse_other_models(model, config)
+    text = config.get_text_config()
+    refuse_other_tokenizer(model, tokenizer, text.vocab_size)
+    return tokenizer, getattr(text, "max_position_embeddings", sys.maxsize)
 
 
-def check_prompts(settings: Settings, task: Task, tokenizer) -> None:
-    """Every prompt has to leave room for a response; data sets are read as far as the run goes. If
-    rows are made when they are asked for, one is enough: that may be slow, and an episode checks
-    its own."""
-    rows = list(task.train[:1])
-    if isinstance(task.train, list):
-        used = min(settings.steps * settings.batch_size, len(task.train))
-        places = [prompt_order(len(task.train), settings.seed, i) for i in range(used)]
-        rows = [task.train[i] for i in places] + list(task.test[: settings.eval_prompts])
-    for row in rows:
-        text = task.first_text(row)
-        length = len(encode_prompt(task, text, tokenizer))
-        if length + settings.max_tokens > settings.max_model_len:
-            raise ValueError(
-                f"a prompt of {length} tokens and a response of --max_tokens "
-                f"{settings.max_tokens} do not fit into --max_model_len "
-                f"{settings.max_model_len}: {text[:50]!r}..."
-            )
+def check_prompts(settings: Settings, task: Task, tokenizer, model: str) -> None:
+    """Raise ValueError for prompts that leave no room for a response, and for a chat template that
+    cannot be rendered."""
+    used = min(settings.steps * settings.batch_size, len(task.train))
+    places = [prompt_order(len(task.train), settings.seed, i) for i in range(used)]
+    try:
+        refuse_long_prompts(settings, task, tokenizer, places)
+    except TemplateError as error:
+        raise ValueError(f"model {model}: its chat template: {error}") from error
 
 
-def probe_ids(start: Start) -> list[int]:
+def probe_ids(settings: Settings, task: Task, tokenizer) -> list[int]:
     """The fixed sequence that trainer and engine both score at every publish: a real prompt, then
     random tokens, so that many rows of the embedding count."""
-    text = start.task.first_text(start.task.train[0])
-    prompt = encode_prompt(start.task, text, start.tokenizer)[:32]
-    noise = np.random.default_rng(0).integers(len(start.tokenizer), size=32).tolist()
-    return [*prompt, *noise][: start.settings.max_model_len - 1]
+    prompt = encode_prompt(task, task.first_text(task.train[0]), tokenizer)[:32]
+    noise = np.random.default_rng(0).integers(len(tokenizer), size=32).tolist()
+    return [*prompt, *noise][: settings.max_model_len - 1]

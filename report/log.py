@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from plumbing.checks import notes_on_batch
 from plumbing.settings import Settings
 from report.advice import advise_run
 from report.rows import read_rows, summarize
@@ -69,6 +70,10 @@ class Log:
 
     def step(self, row: dict, batch: list, tokenizer) -> None:
         """Write a step's metrics and a few of its samples; move the bar."""
+        if not any("step" in before for before in self.rows):
+            for note in notes_on_batch(row, self.settings):
+                with self.bar.external_write_mode(file=sys.stderr):
+                    print(f"note: {note}", file=sys.stderr)
         self._write(row)
         for sample in batch[:SAMPLES_A_STEP]:
             first = int(sample.mask.argmax())  # of the response

@@ -56,6 +56,8 @@ def batch_metrics(run) -> dict:
     """What the samples, the workers and the clock say about the step that has just ended."""
     batch, at, seconds = run.batch, run.version - 1, spans.seconds
     rewards = np.array([s.reward for s in batch])
+    trained = [s.penalised(run.settings.penalty) for s in batch]
+    trained = np.reshape(trained, (-1, run.settings.group_size))
     stale = np.array([s.staleness(at) for s in batch])
     lengths = [int(s.mask.sum()) for s in batch]
     news, mismatch = run.scheduler.news(), run.scheduler.mismatch(at)
@@ -65,7 +67,8 @@ def batch_metrics(run) -> dict:
     engine_steps = counts["engine_steps"] or 1
     return {
         "reward_mean": float(rewards.mean()),
-        "solve_rate": float((rewards >= 1).mean()),
+        "solve_rate": float(np.mean([s.solved for s in batch])),
+        "groups_with_signal": float((np.ptp(trained, 1) > 1e-8).mean()),
         "mismatch_max": mismatch[0],
         "mismatch_mean": mismatch[1],
         "staleness_mean": float(stale.mean()),

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from envs import Env, EnvTask, Task
+from plumbing.calls import attempt
 
 # Name or prefix -> the module and class that has it; imported only when asked for.
 BUILT_IN = {
@@ -33,11 +34,16 @@ def make_task(config, seed: int = 0) -> Task:
     found = found or load_class(name)
     if config.data and (found.__module__ == "tasks.puzzles" or issubclass(found, Env)):
         raise ValueError(f"--data {config.data}: env {name} makes its own rows")
-    task = EnvTask(found, config, seed) if issubclass(found, Env) else found(config, seed)
+    made: list[Task] = []
+    kind = (EnvTask, found) if issubclass(found, Env) else (found,)
+    attempt(lambda: made.append(kind[0](*kind[1:], config, seed)), f"env {name}", None)
     for part in ("train", "test"):
-        if not len(getattr(task, part, ())):
+        rows = getattr(made[0], part, ())
+        if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+            raise ValueError(f"env {name}: its {part} rows are a {type(rows).__name__}, no list")
+        if not len(rows):
             raise ValueError(f"env {name} has no {part} rows in {config.data or 'its class'}")
-    return task
+    return made[0]
 
 
 def load_class(name: str) -> type[Task] | type[Env]:
@@ -54,8 +60,11 @@ def load_class(name: str) -> type[Task] | type[Env]:
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # it is the user's file: whatever it raises, say where
-        raise ValueError(f"env file {path}: {type(error).__name__}: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # it is the user's file: whatever it raises, an exit too
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"env file {path}: {why}") from error
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, Task | Env)):
         what = "no subclass of envs.Task or envs.Env" if found else "not in the file"

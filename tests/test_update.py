@@ -226,7 +226,9 @@ def slow_step(path, samples, settings, reference=None):
             judged = advantages[i] * each, rewards[i] * each, torch.zeros_like(each).long()
             columns = (logp, recorded[i], begun[i], *judged)
             values, cut = slow_loss(Tokens(*(column[keep] for column in columns)), settings)
-            values = values * factor[keep] + settings.kl_coef * (gap.exp() - gap - 1)[keep]
+            kl, aged = gap.exp() - gap - 1, settings.kl_correction == "ratio"
+            kl = kl * (logp - recorded[i]).exp() if aged else kl
+            values = values * factor[keep] + settings.kl_coef * kl[keep]
             values = values - settings.entropy_coef * entropy[keep]
             loss = loss + values.sum() / max(divisor, 1)
             clips, truncated = torch.zeros_like(each), factor == settings.correction_high
@@ -239,8 +241,9 @@ def slow_step(path, samples, settings, reference=None):
         loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(policy.parameters(), settings.grad_clip)))
         losses.append(loss.item())
-        gradients = {name: p.grad.clone() for name, p in policy.named_parameters()}
-        optimizer.step()
+        if norms[-1]:  # else momentum alone would move the weights
+            gradients = {name: p.grad.clone() for name, p in policy.named_parameters()}
+            optimizer.step()
     log_ratio, entropy, clips, masked, truncated, advantage, ages = torch.cat(seen, 1)
     ratio, of = log_ratio.exp(), {int(age): log_ratio[ages == age].abs() for age in ages.unique()}
     metrics = {
@@ -295,6 +298,7 @@ TURNS = [
         "minibatches": (1, 2, 5)[(a + b) % 3],
         "micro_tokens": (10**6, 60, 1)[(a // 3 + b) % 3],
         "kl_coef": (0.0, 0.02)[(a // 2 + b) % 2],
+        "kl_correction": ("ratio", "none")[a // 4 % 2],
         "entropy_coef": (0.2, 0.0)[(a + b) % 2],
         "advantage": ("grpo", "reinforce_pp")[a % 2],
         "grad_clip": (1e9, 0.5)[b % 2],
@@ -488,8 +492,20 @@ def test_gradients_are_clipped_to_the_norm_and_the_norm_before_it_is_reported(ra
     assert_same(clipped.gradients, shrunk)
 
 
+def test_a_batch_without_signal_changes_no_weight_also_after_one_that_had_some(ranks, model):
+    trainer = make_trainer(ranks, model)
+    trainer.step(make_samples(model))
+    before = weights(trainer)
+    equal = [dataclasses.replace(s, reward=1.0) for s in make_samples(model)]
+    masked = [dataclasses.replace(s, mask=np.zeros_like(s.mask)) for s in make_samples(model)]
+    for samples in (equal, masked):
+        metrics = trainer.step(samples)
+        assert metrics["grad_norm"] == 0
+        assert all(torch.equal(before[name], w) for name, w in weights(trainer).items())
+
+
 def test_learning_rate_rises_linearly_over_the_warm_up(ranks, model):
-    trainer = make_trainer(ranks, model, learning_rate=0.01, lr_warmup=4, minibatches=2)
+    trainer = make_trainer(ranks, model, learning_rate=0.01, lr_warmup=4, minibatches=2, loss="pg")
     for _ in range(6):
         trainer.step(make_samples(model))
     rates = [0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01]

@@ -5,7 +5,9 @@ import dataclasses
 import inspect
 import json
 import math
+import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -128,6 +130,80 @@ def refused(capfd, tmp_path):
 )
 def test_a_wrong_flag_is_refused_in_one_line(refused, argv, words):
     assert words in refused(*argv.split())
+
+
+# Two that only fail late elsewhere, or are slips of the pen.
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--seed", 2**70), "--seed must be 0 or more and at most 4294967295"),
+        (("--seed", "9" * 5000), "--seed: invalid int value"),
+        (("--rollout_workers", 1000), "--rollout_workers 1000: "),
+        (("--batch_size", 10**9), "a step of more than 1000000 samples"),
+        (("--tensor_parallel", 2), "--tensor_parallel 2, but this machine has no GPUs"),
+        (("--run_dir", "x" * 300), "File name too long"),
+        (("--run_dir", "/proc/nothing/run"), "cannot be written to"),
+        (("--group_size", 1, "--advantage", "rloo"), "--group_size 2 or more"),
+    ],
+)
+def test_values_that_no_machine_could_serve_are_refused(refused, monkeypatch, argv, words):
+    access = os.access  # a test may run as root, who may write everywhere
+
+
+    def no_proc(path, how):
+        return "proc" not in str(path) and access(path, how)
+
+    monkeypatch.setattr(os, "access", no_proc)
+    assert words in refused("--model", "tiny", *argv)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[" * 3000 + "]" * 3000, "settings.json"),
+        ('{"steps": ' + "9" * 5000 + "}", "settings.json"),
+    ],
+)
+def test_a_settings_file_that_only_a_machine_would_write(refused, tmp_path, text, words):
+    (tmp_path / "settings.json").write_text(text)
+    assert words in refused("settings.json")
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import sys\nsys.exit()", "SystemExit"),
+        ("class Mine(Task):\n    def __init__(self, *_): self.rows[0]", "AttributeError"),
+        ("class Mine(Task):\n    train = None\n    test = [1]", "its train rows are a NoneType"),
+        ("class Mine(Task):\n    test = [1]\n    train = (i for i in [1])", "are a generator"),
+        ("class Mine(Task):\n    train, test = [], [1]", "has no train rows"),
+        ("class Mine(Task):\n    train = test = [Row('\\ud800', '')]", "row 0: its prompt is no"),
+        ("class Mine(Task):\n    stop = '</a>'\n    train = test = [Row('1', '')]", "tokens of"),
+    ],
+)
+def test_a_file_of_tasks_with_a_mistake_is_one_line(refused, tmp_path, random_model, code, words):
+    (tmp_path / "mine.py").write_text(f"from envs import Row, Task\n{code}\n")
+    assert words in refused("--env", "mine.py:Mine", "--model", random_model)
+
+
+def test_under_torchrun_one_rank_speaks_for_all(capfd, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as end:
+        main(["--loss", "foo"])
+    assert end.value.code == 2 and capfd.readouterr().err == ""
+
+
+def test_a_model_without_a_tokenizer_is_refused(refused, tmp_path, random_model):
+    shutil.copytree(random_model, tmp_path / "bare")
+    (tmp_path / "bare/tokenizer.json").unlink()
+    assert "model bare: no tokenizer in it" in refused("--model", "./bare")
+
+
+def test_an_unknown_hub_model_without_a_network_is_one_line_and_soon(refused, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    line = refused("--model", "nobody/nothing")
+    assert "model nobody/nothing is no directory and not in the cache, and the hub" in line
 
 
 def test_a_model_directory_without_a_model_in_it(refused, tmp_path):

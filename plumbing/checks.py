@@ -1,0 +1,184 @@
+"""What would fail silently: everything runs, and nothing can be learnt.
+
+    bash launch.sh check [flags]      these checks alone, in seconds
+
+Each function looks for one kind. It raises ValueError, in one line, for what cannot be meant, and
+returns notes for what a careful colleague would mention. When all is well nothing is said.
+"""
+
+import sys
+from collections.abc import Iterator
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PretrainedConfig
+from transformers import logging as transformers_logging
+
+from plumbing.chat import encode_prompt, end_of_turn, spells_special_tokens, templated
+
+ALL_ROWS = 20_000  # of larger data sets only the rows that the run can reach are looked at
+
+
+# -- the model -----------------------------------------------------------------------------------
+
+
+def refuse_other_models(name: str, config: PretrainedConfig) -> None:
+    """Raise ValueError for a model that does not continue a text from left to right."""
+    known = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    names = {cls.__name__ for cls in (known if isinstance(known, tuple) else (known,)) if cls}
+    declared = set(config.architectures or names)
+    if config.is_encoder_decoder or not names & declared:
+        what = ", ".join(sorted(declared)) or config.model_type
+        raise ValueError(f"model {name} is no causal language model: {what}")
+
+
+def refuse_broken_weights(name: str, model: torch.nn.Module, loaded: dict) -> list[str]:
+    """Raise ValueError for weights that would be random, of another shape, or not finite. `loaded`:
+    what transformers says of loading them. Returns notes."""
+    for kind, why in (
+        ("missing_keys", "are not in its files, and would be random"),
+        ("mismatched_keys", "have another shape in its files"),
+        ("error_msgs", "could not be loaded"),
+    ):
+        found = loaded.get(kind) or ()
+        if wrong := sorted(str(x[0] if isinstance(x, tuple) else x) for x in found):
+            raise ValueError(f"model {name}: {some(wrong)} {why}")
+    broken = [n for n, p in model.named_parameters() if not torch.isfinite(p).all()]
+    if broken:
+        raise ValueError(f"model {name}: {some(broken)} have values that are not finite")
+    if unexpected := sorted(map(str, loaded.get("unexpected_keys") or ())):
+        return [f"model {name} has weights that are not used: {some(unexpected)}"]
+    return []
+
+
+def refuse_changed_logits(name: str, policy, ids: list[int]) -> None:
+    """Raise ValueError if the model's own forward changes the logits after its head (a softcap, a
+    scale): the trainer would compute other probabilities than the engine samples from."""
+    with torch.no_grad():
+        logits = policy.model(torch.tensor([ids])).logits[0, :-1].float()  # [L - 1, V]
+        own = logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+        gap = float((own - policy.score(ids, torch.device("cpu"))).abs().max())
+    if not gap <= 1e-3:
+        raise ValueError(
+            f"model {name} changes its logits after the head (log-probabilities by up to "
+            f"{gap:.2g}), which the trainer does not do"
+        )
+
+
+def refuse_other_tokenizer(name: str, tokenizer, rows: int) -> None:
+    """Raise ValueError for a tokenizer with ids that the embedding, of so many rows, has not."""
+    if len(tokenizer) > rows:
+        raise ValueError(
+            f"model {name}: its tokenizer has {len(tokenizer)} ids, its embedding {rows}"
+        )
+
+
+def declared_stops(model: str, task, tokenizer) -> tuple[int, ...]:
+    """The tokens that model and chat template end a turn with, besides the tokenizer's EOS."""
+    found: list[int] = []
+    try:
+        declared = GenerationConfig.from_pretrained(model).eos_token_id
+        found += declared if isinstance(declared, list) else [declared]
+    except OSError:
+        pass  # a model need not have one
+    return tuple(i for i in (*found, *end_of_turn(task, tokenizer)) if i is not None)
+
+
+# -- the task ------------------------------------------------------------------------------------
+
+
+def refuse_long_stop(env: str, task, tokenizer) -> None:
+    """Raise ValueError for a stop that is more than one token: any of them would end a response."""
+    if task.stop is not None:
+        count = len(tokenizer.encode(task.stop, add_special_tokens=False))
+        if count != 1:
+            raise ValueError(
+                f"env {env}: its stop {task.stop!r} is {count} tokens of this model, not one"
+            )
+
+
+def notes_on_prompts(task, tokenizer) -> Iterator[str]:
+    """A template that is missing; special tokens that rows spell."""
+    if task.chat and not templated(task, tokenizer):
+        yield "the model has no chat template: prompts are plain text"
+    if isinstance(task.train, list):
+        texts = (task.first_text(row) for row in task.train[:ALL_ROWS])
+        if count := sum(spells_special_tokens(text, tokenizer) for text in texts):
+            yield f"{count} prompts spell special tokens of the model; they are kept as text"
+
+
+def refuse_long_prompts(settings, task, tokenizer, places: list[int]) -> None:
+    """Raise ValueError for prompts that leave no room for a response, naming their rows. `places`:
+    the rows of `task.train` that the run reaches. Rows that are made when they are asked for are
+    not looked at, but for one: that may be slow, and an episode checks its own."""
+    train = task.train
+    if isinstance(train, list):
+        numbers = range(len(train)) if len(train) <= ALL_ROWS else sorted(set(places))
+    else:
+        numbers = range(1)
+    held_out = list(task.test[: settings.eval_prompts]) if isinstance(train, list) else []
+    rows = [*((f"row {i}", train[i]) for i in numbers)]
+    rows += [(f"held-out row {i}", row) for i, row in enumerate(held_out)]
+    longest = settings.max_model_len - settings.max_tokens
+    wrong = []
+    for where, row in rows:
+        text = task.first_text(row)
+        refuse_no_text(where, text)
+        length = len(encode_prompt(task, text, tokenizer))
+        if length > longest:
+            wrong.append((where, length, text))
+    if wrong:
+        _, length, text = wrong[0]
+        which = f" ({len(wrong)} such prompts: {some([where for where, *_ in wrong])})"
+        raise ValueError(
+            f"a prompt of {length} tokens and a response of --max_tokens {settings.max_tokens} do "
+            f"not fit into --max_model_len {settings.max_model_len}: {text[:50]!r}..."
+            + which * (len(rows) > 1)
+        )
+
+
+def refuse_no_text(where: str, text) -> None:
+    """Raise ValueError for a prompt that is no text, or has half of a surrogate pair in it."""
+    try:
+        text.encode()
+    except (AttributeError, UnicodeEncodeError) as error:
+        raise ValueError(f"{where}: its prompt is no text: {text!r:.80}") from error
+
+
+# -- the first batch -----------------------------------------------------------------------------
+
+
+def notes_on_batch(row: dict, settings) -> Iterator[str]:
+    """What the metrics of a first batch speak against, and what to do."""
+    if row["truncated"] > 0.9:
+        yield (
+            f"{row['truncated']:.0%} of the first batch was cut off by a limit: raise --max_tokens "
+            f"({settings.max_tokens}) or --max_turns ({settings.max_turns}), or the model does not "
+            "know how to end (samples.jsonl shows what it says)"
+        )
+    if not row["groups_with_signal"]:
+        yield (
+            "no group of the first batch has rewards that differ, so there was nothing to learn "
+            f"(mean {row['reward_mean']:.3g}): look at samples.jsonl, and `bash launch.sh check`"
+        )
+    failed = row["failed_samples"] / (row["failed_samples"] + row["samples"])
+    if failed > 0.1:
+        yield f"{failed:.0%} of the first batch's rewards or environments failed before a retry"
+
+
+# -- helpers, and the command --------------------------------------------------------------------
+
+
+def some(names: list[str], most: int = 4) -> str:
+    """A list in a line, however long it is."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def quiet_transformers() -> None:
+    """What it warns of on loading is looked for here."""
+    transformers_logging.set_verbosity_error()
+
+
+def say(notes: list[str]) -> None:
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
