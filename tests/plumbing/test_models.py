@@ -145,6 +145,7 @@ def test_half_of_the_addition_labels_are_wrong(task):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_after_its_warm_up_tiny_is_right_now_and_then_and_more_often_greedily(task):
     path = models.resolve_model("tiny", task, "addition")  # of this checkout's cache
     tokenizer = AutoTokenizer.from_pretrained(path)
