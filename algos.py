@@ -289,7 +289,8 @@ def reinforce_pp_advantage(rewards: Tensor, settings) -> Tensor:
     """(R - mean of the batch) / (standard deviation of the batch + 1e-6).
 
     REINFORCE++ (arXiv 2501.03262): normalised over the whole batch instead of the group.
-    Departure: its KL is not in the reward (see --kl_coef).
+    Departures: its KL is not in the reward (see --kl_coef); mean and deviation are over samples,
+    where others take them over tokens (R = 1 and 0 with 3 tokens and 1: ours +-0.707).
     """
     whole = rewards.double().reshape(1, -1)  # [1, G * n]
     return (centred(whole) / (whole.std() + 1e-6)).reshape(rewards.shape).float()

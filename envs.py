@@ -83,6 +83,8 @@ class Task:
     # True: the reward runs in a thread, for at most env_timeout seconds.
     # False: it takes microseconds, and is called on the event loop.
     blocking: bool = True
+    own_clock: bool = False  # the reward limits its own time: env_timeout does not apply
+    notes: Sequence[str] = ()  # what is to be said of the rows, a line each
     train: Sequence[Row]
     test: Sequence[Row]  # held out, never trained on
 
@@ -378,6 +380,7 @@ class Episode:
         wait = self.task.latency.draw(self.ticket.seed, len(self.turns))
         what = "env step" if isinstance(self.task, EnvTask) else "reward"
         how = {"blocking": self.task.blocking, "wait": wait, "what": what}
+        how["own_clock"] = self.task.own_clock
         said = await self._ask(check_step, self.env.step, text, **how)
         observation, reward, terminated, truncated, info = said
         self.reward += float(reward)

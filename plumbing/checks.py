@@ -7,7 +7,7 @@ returns notes for what a careful colleague would mention. When all is well nothi
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PretrainedConfig
@@ -15,6 +15,7 @@ from transformers import logging as transformers_logging
 
 from plumbing.chat import encode_prompt, end_of_turn, spells_special_tokens, templated
 
+MOST_BAD_GOLDS = 0.05  # share of rows; with more of them the data is not what was meant
 ALL_ROWS = 20_000  # of larger data sets only the rows that the run can reach are looked at
 
 
@@ -100,39 +101,77 @@ def notes_on_prompts(task, tokenizer) -> Iterator[str]:
     """A template that is missing; special tokens that rows spell."""
     if task.chat and not templated(task, tokenizer):
         yield "the model has no chat template: prompts are plain text"
-    if isinstance(task.train, list):
+    if are_there(task.train):
         texts = (task.first_text(row) for row in task.train[:ALL_ROWS])
         if count := sum(spells_special_tokens(text, tokenizer) for text in texts):
             yield f"{count} prompts spell special tokens of the model; they are kept as text"
 
 
-def refuse_long_prompts(settings, task, tokenizer, places: list[int]) -> None:
-    """Raise ValueError for prompts that leave no room for a response, naming their rows. `places`:
-    the rows of `task.train` that the run reaches. Rows that are made when they are asked for are
-    not looked at, but for one: that may be slow, and an episode checks its own."""
-    train = task.train
-    if isinstance(train, list):
-        numbers = range(len(train)) if len(train) <= ALL_ROWS else sorted(set(places))
+def are_there(rows) -> bool:
+    """Whether rows are data. Those that are made when they are asked for may take their time to
+    make, and an episode checks its own: of them only one is looked at."""
+    return isinstance(rows, list) or hasattr(rows, "where")
+
+
+def where(rows, i: int) -> str:
+    """What a row is called: its file and line, where it has one."""
+    return rows.where(i) if hasattr(rows, "where") else f"row {i}"
+
+
+def usable_rows(settings, task, tokenizer, places: list[int]) -> tuple[Sequence[int], list[str]]:
+    """Which rows of `task.train` can be trained on, and notes on the others. `places`: those that
+    the run reaches, of a data set too large to look at all. Raises ValueError for prompts that do
+    not fit, and where many gold answers can never be met."""
+    train, notes = task.train, []
+    if not are_there(train):
+        refuse_long_prompts(settings, task, tokenizer, [("row 0", train[0])])
+        return range(len(train)), notes
+    numbers = range(len(train)) if len(train) <= ALL_ROWS else sorted(set(places))
+    held_out = [(where(task.test, i), row) for i, row in
+                enumerate(task.test[: settings.eval_prompts])]  # fmt: skip
+    refuse_long_prompts(settings, task, tokenizer, held_out)
+    named = [(where(train, i), train[i]) for i in numbers]
+    left_out: set[int] = set()
+    if settings.long_prompts == "drop":
+        fits = [not too_long(settings, task, tokenizer, *row) for row in named]
+        left_out = {i for i, fine in zip(numbers, fits, strict=True) if not fine}
+        if left_out:
+            lines = some([where(train, i) for i in sorted(left_out)])
+            notes.append(f"{len(left_out)} prompts are too long and left out ({lines})")
     else:
-        numbers = range(1)
-    held_out = list(task.test[: settings.eval_prompts]) if isinstance(train, list) else []
-    rows = [*((f"row {i}", train[i]) for i in numbers)]
-    rows += [(f"held-out row {i}", row) for i, row in enumerate(held_out)]
-    longest = settings.max_model_len - settings.max_tokens
-    wrong = []
-    for where, row in rows:
-        text = task.first_text(row)
-        refuse_no_text(where, text)
-        length = len(encode_prompt(task, text, tokenizer))
-        if length > longest:
-            wrong.append((where, length, text))
+        refuse_long_prompts(settings, task, tokenizer, named)
+    bad = task.check_golds(train) if hasattr(task, "check_golds") else []
+    if len(bad) > MOST_BAD_GOLDS * len(train):
+        raise ValueError(f"{len(bad)} of {len(train)} gold answers can never be met: {bad[0].why}")
+    if bad:
+        notes.append(f"{len(bad)} rows have gold answers that can never be met, and are left out: "
+                     + some([row.why for row in bad], 2))  # fmt: skip
+    left_out |= {row.row for row in bad}
+    rows = [i for i in range(len(train)) if i not in left_out] if left_out else range(len(train))
+    if not rows:
+        raise ValueError("every prompt is too long, or has a gold answer that can never be met")
+    return rows, notes
+
+
+def too_long(settings, task, tokenizer, where: str, row) -> int:
+    """How many tokens a prompt has, if it leaves no room for a response; else 0."""
+    text = task.first_text(row)
+    refuse_no_text(where, text)
+    length = len(encode_prompt(task, text, tokenizer))
+    return length if length > settings.max_model_len - settings.max_tokens else 0
+
+
+def refuse_long_prompts(settings, task, tokenizer, rows: list[tuple[str, object]]) -> None:
+    """Raise ValueError if one of these (name, row) leaves no room for a response; names them."""
+    found = [(name, too_long(settings, task, tokenizer, name, row), row) for name, row in rows]
+    wrong = [item for item in found if item[1]]
     if wrong:
-        _, length, text = wrong[0]
-        which = f" ({len(wrong)} such prompts: {some([where for where, *_ in wrong])})"
+        _, length, row = wrong[0]
+        which = f" ({len(wrong)} such prompts: {some([name for name, *_ in wrong])})"
         raise ValueError(
             f"a prompt of {length} tokens and a response of --max_tokens {settings.max_tokens} do "
-            f"not fit into --max_model_len {settings.max_model_len}: {text[:50]!r}..."
-            + which * (len(rows) > 1)
+            f"not fit into --max_model_len {settings.max_model_len}: "
+            f"{task.first_text(row)[:50]!r}..." + which * (len(rows) > 1)
         )
 
 

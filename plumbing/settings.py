@@ -129,7 +129,18 @@ class Settings(OfAlgorithms):
         "addition, max3, countdown, gsm8k, math, rg:TASK; of several turns: grid, frozenlake, "
         "guess, gem:ID, textarena:ID, textworld; or FILE.py:CLASS",
     )
-    data: str | None = flag(None, "rows for gsm8k and math: JSONL file or hub data set[:config]")
+    data: str | None = flag(
+        None, "rows for gsm8k, math, countdown: JSONL, JSON or parquet file, or hub data set"
+    )
+    question_key: str = flag(
+        "", "column of the question, with dots for nested ones; default: the names that are known"
+    )
+    answer_key: str = flag("", "column of the right answer, such as reward_model.ground_truth")
+    long_prompts: str = flag(
+        "refuse",
+        "prompts that leave no room for a response: refuse the run, or drop them",
+        choices=("refuse", "drop"),
+    )
     env_timeout: float = flag(30.0, "seconds that one reward or one env step may take", above=0)
     reward_procs: int = flag(
         1, "processes that check math answers, for each rollout worker", least=1

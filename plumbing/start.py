@@ -7,6 +7,7 @@ Nothing is written by then.
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -22,10 +23,10 @@ from plumbing.chat import encode_prompt, stop_ids
 from plumbing.checks import (
     declared_stops,
     notes_on_prompts,
-    refuse_long_prompts,
     refuse_long_stop,
     refuse_other_models,
     refuse_other_tokenizer,
+    usable_rows,
 )
 from plumbing.models import PRESETS, byte_tokenizer, one_line_if_broken, resolve_model
 from plumbing.packages import require
@@ -51,6 +52,7 @@ class Start(NamedTuple):
     worker_threads: int
     stops: tuple[int, ...]  # tokens that end a turn, besides EOS and the task's own
     probe: list[int]  # what trainer and engine both score at every publish
+    rows: Sequence[int]  # of task.train: those that can be trained on
     notes: list[str]  # what a careful colleague would say
 
     @property
@@ -74,7 +76,7 @@ def prepare(settings: Settings) -> Start:
     state, resumed_from = checkpoint.load(settings.resume, ranks.nodes, batch)
     made_here = settings.model.startswith("tiny")
     if made_here:  # its tokenizer is known before it is made: say early what does not fit
-        check_prompts(settings, task, byte_tokenizer(), settings.model)
+        check_rows(settings, task, byte_tokenizer(), settings.model)
     if ranks.rank == 0:
         resolve_model(settings.model, task, settings.env)  # makes it, if it has to be made
     ranks.barrier()
@@ -82,18 +84,17 @@ def prepare(settings: Settings) -> Start:
     tokenizer, longest = load_tokenizer(base)
     settings = replace(settings, max_model_len=min(settings.max_model_len, longest))
     refuse_long_stop(settings.env, task, tokenizer)
-    if not made_here:
-        check_prompts(settings, task, tokenizer, base)
+    rows, notes = check_rows(settings, task, tokenizer, base)
     workers = settings.rollout_workers
     threads, worker_threads = cpu_threads(settings.alpha == 0, ranks.local_world, workers)
     torch.set_num_threads(threads)
     dtype = preset_of(settings.model).dtype if ranks.device.type == "cuda" else "float32"
     stops = declared_stops(base, task, tokenizer)
     probe = probe_ids(settings, task, tokenizer)
-    notes = [*getattr(task, "notes", ()), *notes_on_prompts(task, tokenizer)]
+    notes = [*task.notes, *notes_on_prompts(task, tokenizer), *notes]
     return Start(
         settings, ranks, task, tokenizer, base, dtype, state, resumed_from, worker_threads,
-        stops, probe, notes,
+        stops, probe, rows, notes,
     )  # fmt: skip
 
 
@@ -184,13 +185,13 @@ def load_tokenizer(model: str) -> tuple:
     return tokenizer, getattr(text, "max_position_embeddings", sys.maxsize)
 
 
-def check_prompts(settings: Settings, task: Task, tokenizer, model: str) -> None:
-    """Raise ValueError for prompts that leave no room for a response, and for a chat template that
-    cannot be rendered."""
-    used = min(settings.steps * settings.batch_size, len(task.train))
-    places = [prompt_order(len(task.train), settings.seed, i) for i in range(used)]
+def check_rows(settings: Settings, task: Task, tokenizer, model: str):
+    """The rows that can be trained on, and notes on the others: see `checks.usable_rows`. Raises
+    ValueError also for a chat template that cannot be rendered."""
+    reach = min(settings.steps * settings.batch_size, len(task.train))
+    places = [prompt_order(len(task.train), settings.seed, i) for i in range(reach)]
     try:
-        refuse_long_prompts(settings, task, tokenizer, places)
+        return usable_rows(settings, task, tokenizer, places)
     except TemplateError as error:
         raise ValueError(f"model {model}: its chat template: {error}") from error
 

@@ -8,6 +8,7 @@ from fractions import Fraction
 from itertools import combinations
 
 from envs import Row, Task, split
+from tasks.rows import countdown_row, load
 
 
 class Addition(Task):
@@ -90,7 +91,8 @@ def arithmetic(text: str) -> tuple[Fraction, list[int]]:
 class Countdown(Task):
     """Reach a target from four numbers with + - * /, each number used at most once.
 
-    The answer of a row holds the puzzle: `3 7 25 50 = 93`.
+    The answer of a row holds the puzzle: `3 7 25 50 = 93`. With --data, rows are of a file or data
+    set with columns `target` and `nums`.
     """
 
     blocking = False
@@ -98,6 +100,9 @@ class Countdown(Task):
 
     def __init__(self, config, seed: int = 0):
         super().__init__(config, seed)
+        if config.data:
+            self.train, self.test, self.notes = load(config.data, seed, self.row_of)
+            return
         rng = random.Random(f"countdown {seed}")
         puzzles: dict[str, None] = {}  # in the order made: a set of texts has another in each run
         while len(puzzles) < 4608:
@@ -108,6 +113,9 @@ class Countdown(Task):
             if 10 <= total <= 99:
                 puzzles[f"{' '.join(map(str, sorted(numbers)))} = {total}"] = None
         self.train, self.test = split(map(self.row, puzzles), seed, 512)
+
+    def row_of(self, record: object, where: str) -> Row:
+        return self.row(countdown_row(record, where))
 
     @staticmethod
     def row(puzzle: str) -> Row:

@@ -1,6 +1,7 @@
 """The sample buffer: its rules one by one; at the end, random runs beside a slow plain model of
 it, and whole runs on a virtual clock."""
 
+import dataclasses
 import doctest
 import functools
 import heapq
@@ -266,6 +267,18 @@ def test_a_group_survives_as_many_failed_samples_as_it_has_spare_ones(spare):
     assert buffer.add(finished(1, spare))
 
 
+# -- what is solved ------------------------------------------------------------------------------
+
+
+def test_solved_is_what_the_environment_says_or_a_reward_of_1_with_its_rounding():
+    sample = finished(0, 0, reward=sum([1 / 6] * 6))
+    assert sample.reward < 1 and sample.solved
+    assert not dataclasses.replace(sample, reward=0.99).solved
+    assert not dataclasses.replace(sample, success=False).solved
+    assert dataclasses.replace(sample, reward=0.0, success=True).solved
+    assert pickle.loads(pickle.dumps(dataclasses.replace(sample, success=True))).success is True
+
+
 # -- filtering -------------------------------------------------------------------------------------
 
 
@@ -283,6 +296,17 @@ def test_a_group_of_equal_rewards_is_filtered_out_and_replaced_at_once(consume):
     publish(buffer, 1)
     assert admit(buffer) == [3, 4]
     assert not buffer.add(finished(3, 0, 1)) and buffer.add(finished(3, 1, 1))
+
+
+def test_the_filter_sees_rewards_as_they_are_trained_on():
+    """With a penalty for truncated samples: two equal rewards differ, two other ones are equal."""
+    buffer = make(2, 2, alpha=0, filter_groups=True, penalty=0.5)
+    admit(buffer)
+    for group, sample, reward, truncated in (
+        (0, 0, 1.0, False), (0, 1, 1.0, True), (1, 0, 0.5, False), (1, 1, 1.0, True),
+    ):  # fmt: skip
+        buffer.add(dataclasses.replace(finished(group, sample, reward=reward), truncated=truncated))
+    assert list(buffer.finished) == [0] and buffer.dropped == {1: "filtered"}
 
 
 def test_filtering_is_hopeless_after_so_many_batches_worth_since_the_last_batch():

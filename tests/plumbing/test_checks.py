@@ -24,7 +24,7 @@ from plumbing.models import byte_tokenizer, resolve_model
 from plumbing.policy import load_policy
 from plumbing.ranks import Ranks
 from plumbing.settings import Settings, notes
-from plumbing.start import check_prompts, load_tokenizer, resolve
+from plumbing.start import check_rows, load_tokenizer, resolve
 from tasks.find import make_task
 
 PROBE = list(range(3, 40))
@@ -155,7 +155,7 @@ def test_a_template_with_a_mistake_is_one_line(model):
     task = make_task(Settings())
     settings = resolve(Settings(model="tiny"), task)
     with pytest.raises(ValueError, match="its chat template: "):
-        check_prompts(settings, task, tokenizer, "model")
+        check_rows(settings, task, tokenizer, "model")
 
 
 # -- what ends a turn ----------------------------------------------------------------------------
@@ -231,7 +231,18 @@ def test_prompts_that_do_not_fit_are_named_by_their_rows():
     settings = resolve(Settings(model="tiny", max_model_len=40), task)
     words = r"a prompt of 5\d tokens .*\(3 such prompts: row 1, row 2"
     with pytest.raises(ValueError, match=words):
-        checks.refuse_long_prompts(settings, task, byte_tokenizer(), [0])
+        checks.usable_rows(settings, task, byte_tokenizer(), [0])
+
+
+def test_prompts_that_do_not_fit_may_be_dropped():
+    task = Rows(Settings())
+    task.train = [Row("1", "1"), *(Row("9" * n, "9") for n in (50, 60, 70)), Row("2", "2")]
+    settings = resolve(Settings(model="tiny", max_model_len=40, long_prompts="drop"), task)
+    rows, said = checks.usable_rows(settings, task, byte_tokenizer(), [0])
+    assert rows == [0, 4] and said == ["3 prompts are too long and left out (row 1, row 2, row 3)"]
+    task.train = task.train[1:4]
+    with pytest.raises(ValueError, match="every prompt is too long"):
+        checks.usable_rows(settings, task, byte_tokenizer(), [0])
 
 
 def test_text_that_is_no_text_is_refused_with_its_row():
@@ -240,7 +251,7 @@ def test_text_that_is_no_text_is_refused_with_its_row():
         task.train = [Row("1", "1"), Row(prompt, "1")]
         settings = resolve(Settings(model="tiny"), task)
         with pytest.raises(ValueError, match="row 1"):
-            checks.refuse_long_prompts(settings, task, byte_tokenizer(), [0])
+            checks.usable_rows(settings, task, byte_tokenizer(), [0])
 
 
 # -- the first batch -----------------------------------------------------------------------------

@@ -146,6 +146,26 @@ def test_ctrl_c_ends_the_run_with_code_130(start):
 
 
 @pytest.mark.slow
+def test_two_ctrl_c_in_a_row_end_the_run_at_once_and_without_a_traceback(start):
+    run = start("Odd", "--rollout_workers", "2")
+    run.wait_for_step()
+    for _ in range(2):
+        os.killpg(run.process.pid, signal.SIGINT)
+        time.sleep(0.1)
+    assert run.ends(20) == 130
+    assert "Traceback" not in run.text()
+
+
+@pytest.mark.slow
+def test_sigterm_says_what_it_did(start):
+    run = start("Odd")
+    run.wait_for_step()
+    run.process.terminate()
+    assert run.ends(20) == 143
+    assert run.last_line() == "train.py: terminated (SIGTERM)"
+
+
+@pytest.mark.slow
 def test_a_killed_trainer_takes_its_workers_along(start):
     run = start("Odd")
     run.wait_for_step()

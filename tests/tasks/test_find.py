@@ -30,7 +30,6 @@ def test_data_for_an_env_that_makes_its_own_is_refused(env):
         ({"env": "mine.py:NoTask"}, "NoTask is no subclass of envs.Task"),
         ({"env": "mine.py:Empty"}, "env mine.py:Empty has no train rows"),
         ({"env": "math", "data": "empty.jsonl"}, "env math has no train rows in empty.jsonl"),
-        ({"env": "math", "data": "one.jsonl"}, "env math has no train rows in one.jsonl"),
         ({"env": ""}, "unknown env ''"),
         ({"env_timeout": 0.0}, "--env_timeout must be above 0"),
         ({"env_timeout": float("nan")}, "env_timeout must be"),
@@ -43,7 +42,6 @@ def test_an_env_that_cannot_be_made_is_refused_in_one_line(config, message, tmp_
         "from envs import Task\nNoTask = 3\nclass Empty(Task):\n    pass\n"
     )
     (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "one.jsonl").write_text('{"question": "q", "answer": "1"}\n')
     with pytest.raises(ValueError, match=message) as error:
         make_task(Settings(**config))
     assert "\n" not in str(error.value)

@@ -1,30 +1,48 @@
-"""Math problems: answers, the time limit of a check, rows of files and of the hub."""
+"""Math rewards: boxes, what needs a process and what does not, bombs, and gold answers."""
 
 import json
 import multiprocessing
+import os
+import re
 import signal
-import sys
 import threading
-import types
+import time
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+import tasks.math
 from envs import Row
 from plumbing.settings import Settings
+from tasks.answers import boxed, legible, verdict
 from tasks.find import make_task
-from tasks.math import MathTask, boxed, equivalent
+from tasks.math import MathTask, check, quick
 
-HUGE = "9^{9^{9^{9}}}"  # takes longer to compute than anyone waits
+HUGE = r"9^{9^{9^{9}}}"  # takes longer to compute than anyone waits, and is seen to
+SLOW = r"(x+y+z+w)^{999}"  # so does this, and is not
+
+
+def write_rows(path, *rows):
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
+    return str(path)
 
 
 @pytest.fixture(scope="module")
 def math(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "rows.jsonl"
-    path.write_text("".join(json.dumps({"problem": str(i), "answer": i}) + "\n" for i in range(30)))
-    task = make_task(Settings(env="math", data=str(path)))
+    rows = ({"problem": str(i), "answer": i} for i in range(30))
+    task = make_task(Settings(env="math", data=write_rows(path, *rows), env_timeout=4))
+    assert task.reward(Row("", "x+1"), r"\boxed{1+x}") == 1.0  # its process is up
     yield task
     task.close()
+
+
+def give(task, gold, answer):
+    return task.reward(Row("", gold), rf"\boxed{{{answer}}}")
+
+
+# --- boxes
 
 
 @pytest.mark.parametrize(
@@ -33,81 +51,152 @@ def math(tmp_path_factory):
         (r"so \boxed{42}.", "42"),
         (r"\boxed{1} then \boxed{ \frac{1}{2} }", r"\frac{1}{2}"),
         (r"\boxed{7} and \boxed{8", "7"),  # cut off by the budget
+        (r"\boxed{7 and \boxed{8", None),
+        (r"\boxed{\boxed{7}} } {", "7"),
+        (r"} \boxed{7}", "7"),
         (r"\boxed {3}", "3"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),
+        (r"\\boxed{3}", "3"),  # escaped once too often
+        (r"\boxed{}", ""),
         ("42", None),
         (r"\boxed{", None),
     ],
 )
-def test_the_last_complete_box_is_the_answer(text, inside):
+def test_the_last_complete_box_counts(text, inside):
     assert boxed(text) == inside
 
 
-def test_plain_answers_need_no_process(math):
-    row, before = Row("", "1,080"), set(multiprocessing.active_children())
-    assert math.reward(row, r"\boxed{1080}") == math.reward(row, r"\boxed{\$ 1,080}") == 1.0
-    assert math.reward(row, r"\boxed{01080}") == 1.0
-    assert math.reward(row, r"\boxed{1081}") == math.reward(row, "1080") == 0.0
-    assert set(multiprocessing.active_children()) <= before
+@pytest.mark.parametrize("unit", [r"\boxed{", r"\boxed{\boxed ", "{", r"\boxed{7}"])
+def test_the_work_for_boxes_grows_with_the_text_only(unit):
+    def seconds(size):
+        text, start = unit * (size // len(unit)), time.process_time()
+        boxed(text)
+        return time.process_time() - start
+
+    assert seconds(28_000) < 1  # far above what it takes, far below what a second loop would
+    assert seconds(1_000_000) < 20
 
 
-def test_equal_expressions_are_right_however_they_are_written(math):
-    for gold, given_, reward in [
-        (r"\frac{1}{2}", "0.5", 1.0),
-        ("x+1", "1 + x", 1.0),
-        (r"\frac{3}{4}", r"junk \asd{ }", 0.0),
-        ("12", "x = 12", 1.0),
-        (r"\sqrt{2}", "1.5", 0.0),
-    ]:
-        assert math.reward(Row("", gold), rf"\boxed{{{given_}}}") == reward, gold
+# --- with and without a process
 
 
-def test_a_check_that_takes_too_long_is_ended_and_the_next_one_works(math, monkeypatch):
-    assert math.reward(Row("", "x+1"), r"\boxed{1+x}") == 1.0  # the process is up
-    with monkeypatch.context() as short:
-        short.setattr(math, "check_seconds", 1.0)
-        assert math.reward(Row("", "5"), rf"\boxed{{{HUGE}}}") == 0.0  # after env_timeout it raises
-    assert math.reward(Row("", "x+1"), r"\boxed{1+x}") == 1.0
+def test_plain_answers_need_no_process(math, monkeypatch):
+    monkeypatch.setattr(math, "_ask", lambda *args: pytest.fail("a process was asked"))
+    assert give(math, "1,080", "1080") == give(math, "1,080", r"\$ 1,080") == 1.0
+    assert give(math, "1,080", "01080") == give(math, "(1,2)", "(1, 2.0)") == 1.0
+    assert give(math, "1,080", "1081") == give(math, "1,2", "12") == 0.0
+    assert give(math, "5", r"\text{Tuesday}") == give(math, "5", HUGE) == 0.0
+    assert math.reward(Row("", "1080"), "1080") == 0.0  # no box
 
 
-def test_rewards_may_be_asked_for_in_threads(math):
-    def check(i):
+def test_equal_expressions(math):
+    assert give(math, "x+1", "1 + x") == give(math, "x^2-1", "(x-1)(x+1)") == 1.0
+    assert give(math, "x+1", "x") == give(math, r"\sqrt{2}", r"\asd{ }") == 0.0
+
+
+def test_rewards_from_threads(math):
+    def reward(i):
         assert threading.current_thread() is not threading.main_thread()
-        return math.reward(Row("", r"\frac{1}{2}"), rf"\boxed{{{i}/4}}")
+        return give(math, r"\sqrt{8}", rf"{i}\sqrt{{2}}")
 
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(check, range(4))) == [0.0, 0.0, 1.0, 0.0]
+        assert list(pool.map(reward, range(4))) == [0.0, 0.0, 1.0, 0.0]
 
 
-def test_a_fault_of_the_checker_is_raised(math):
-    with pytest.raises(ValueError, match="cannot read the gold answer"):
-        math.reward(Row("", "$"), r"\boxed{5}")
-    assert math.reward(Row("", "x+1"), r"\boxed{1+x}") == 1.0
+def test_a_gold_answer_that_cannot_be_read_is_a_fault(math):
+    for gold, why in (("x^", "cannot read the gold answer"), (" ", "the gold answer is empty")):
+        with pytest.raises(ValueError, match=why):
+            give(math, gold, "5")
+    assert give(math, "x^", "x^") == 1.0  # nothing has to be read
+    assert give(math, "x+1", "1+x") == 1.0
 
 
 def test_no_alarm_outlives_its_check():
     with pytest.raises(ValueError):
-        equivalent("$", "5", 30)
-    assert equivalent("1/2", "0.5", 30)
+        check(verdict, ("x^", "5"), 30)
+    assert check(verdict, ("x/2", "0.5x"), 30)
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0  # it would end a process at rest
 
 
-def test_a_full_pool_is_a_fault_and_not_a_wrong_answer(math):
-    task = MathTask(Settings(env="math", data=math.config.data, env_timeout=0.5))
+# --- bombs
+
+
+def test_an_answer_that_takes_too_long_is_wrong_and_the_next_check_works(math):
+    start = time.monotonic()
+    assert give(math, "x+1", SLOW) == 0.0
+    assert time.monotonic() - start < 60  # the test's process may be slow; the answer never ends
+    assert give(math, "x+1", "1+x") == 1.0
+
+
+def test_sixteen_bombs_and_sixteen_right_answers_at_once(tmp_path):
+    data = write_rows(tmp_path / "rows.jsonl", {"problem": "p", "answer": "1"})
+    task = MathTask(Settings(env="math", data=data))
+    bombs = [("5", f"{i}^{{9^{{9^{{9}}}}}}") for i in range(2, 18)]
+    right = [(f"x+{i}", f"{i}+x") for i in range(16)]
+    with ThreadPoolExecutor(32) as pool:
+        rewards = list(pool.map(lambda pair: give(task, *pair), bombs + right))
     task.close()
-    task._pool = math._pool
-    busy = math._pool.schedule(equivalent, args=("5", HUGE, 300), timeout=300)
-    with pytest.raises(TimeoutError, match="--reward_procs"):
-        task.reward(Row("", "x+1"), r"\boxed{1+x}")
-    busy.cancel()
+    assert rewards == [0.0] * 16 + [1.0] * 16
+
+
+def test_a_right_answer_behind_slow_ones_waits_for_its_turn(math):
+    # Each of the slow ones takes all of --env_timeout; the last honest one waits for both.
+    pairs = [pair for i in range(2) for pair in (("x+1", f"{SLOW}+{i}"), (f"y+{i}", f"{i}+y"))]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda pair: give(math, *pair), pairs)) == [0.0, 1.0] * 2
+
+
+def test_the_same_answer_is_checked_once(math, monkeypatch):
+    asked = []
+    schedule = math._pool.schedule
+    monkeypatch.setattr(
+        math._pool, "schedule", lambda *a, **how: asked.append(how) or schedule(*a, **how)
+    )
+    with ThreadPoolExecutor(8) as pool:
+        rewards = list(pool.map(lambda _: give(math, "a+b+c", "c+b+a"), range(8)))
+    assert rewards == [1.0] * 8 and len(asked) == 1
+
+
+def test_verdicts_are_remembered_up_to_a_limit(math, monkeypatch):
+    monkeypatch.setattr(tasks.math, "REMEMBERED", 3)
+    monkeypatch.setattr(math._pool, "schedule", lambda *args, **how: Done())
+    monkeypatch.setattr(math, "_checks", OrderedDict())
+    for gold in "0123141":  # 1 is asked for again, so 2 is the oldest
+        math._ask(verdict, (gold, "x"))
+    assert [texts[0] for _, texts in math._checks] == ["3", "4", "1"]
+
+
+class Done:
+    def add_done_callback(self, call):
+        call(self)
+
+
+def die(*texts):
+    os._exit(1)
+
+
+def test_an_answer_that_kills_its_checker_is_wrong(math):
+    assert math._check(die, "x", "y") is False
+    assert give(math, "x+1", "1+x") == 1.0
+
+
+def test_processes_that_never_answer_are_a_fault(math, monkeypatch):
+    monkeypatch.setattr(tasks.math, "STUCK", 0.2)
+    monkeypatch.setattr(math, "_moved", 0.0)
+    never = type("Never", (), {"done": lambda self: False})()
+    never.result = lambda timeout: (_ for _ in ()).throw(TimeoutError)
+    with pytest.raises(TimeoutError, match="no math answer has been checked for .*--reward_procs"):
+        math._wait(never)
 
 
 def test_close_ends_the_processes_and_may_come_twice(math):
     task = MathTask(math.config)
     task.close()  # nothing has started
     task = MathTask(Settings(env="math", data=math.config.data, reward_procs=2))
-    math.reward(Row("", "x+1"), r"\boxed{1+x}")  # its process is up again after earlier tests
+    give(math, "x+2", "2+x")  # its process is up again after earlier tests
     before = set(multiprocessing.active_children())
-    task.reward(Row("", "x+1"), r"\boxed{1+x}")
+    give(task, "x+1", "1+x")
     mine = set(multiprocessing.active_children()) - before
     assert len(mine) == 2
     task.close()
@@ -115,79 +204,66 @@ def test_close_ends_the_processes_and_may_come_twice(math):
     assert not any(process.is_alive() for process in mine)
 
 
-def write_rows(path, *rows):
-    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
-    return str(path)
+# --- gold answers
 
 
-def test_rows_of_each_form_are_read_and_a_test_file_beside_is_held_out(tmp_path):
-    data = write_rows(
-        tmp_path / "train.jsonl",
-        {"question": "q1", "answer": "6 * 7 = <<6*7=42>>42\n#### 42"},
-        {"problem": "q2", "solution": r"a \boxed{1}, so \boxed{\frac{1}{2}}"},
-        "",
-        {"problem": "q3", "answer": 7, "solution": "long"},
-    )
-    write_rows(tmp_path / "test.jsonl", {"question": "q4", "answer": "8"})
-    task = make_task(Settings(env="gsm8k", data=data))
-    assert [row.answer for row in task.train] == ["42", r"\frac{1}{2}", "7"]
-    assert [row.answer for row in task.test] == ["8"]
-    assert task.train[0].prompt.startswith("q1\n") and "\\boxed{}" in task.train[0].prompt
+FINE = ["18", "1,000", r"\frac{1}{2}", r"\text{Tuesday}", "(A)", "(1,2)", "x=5", r"50\%", "3:30"]
+FINE += [r"\{1, x+1\}", r"[0, \infty)", r"2\sqrt{3} \text{ cm}", "1011_2", "x^2+1", r"1 \pm \pi"]
+NEVER = ["proof: see above", "proof", "not found", "x^", r"\frac{1}{", HUGE, "1" * 2000, "$$"]
+NEVER += ["It follows that the two of them are equal", "5 if x is even", "f(x) = x^"]
 
 
-def test_without_a_test_file_a_tenth_is_held_out(tmp_path):
-    rows = [{"question": str(i), "answer": str(i)} for i in range(100)]
-    task = make_task(Settings(env="math", data=write_rows(tmp_path / "all.jsonl", *rows)))
-    assert len(task.train) == 90 and len(task.test) == 10
-    assert not set(task.train) & set(task.test)
+@pytest.mark.parametrize("gold", FINE + NEVER)
+def test_whether_a_gold_answer_can_be_met(gold):
+    known = quick(legible, gold)
+    assert (check(legible, (gold,), 30) if known is None else known) == (gold in FINE)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{oops", "line 2 is not JSON"),
-        ("[1, 2]", "line 2 is no JSON object"),
-        ('{"answer": "1"}', "line 2 has no text in `question` or `problem`"),
-        ('{"question": "", "answer": "1"}', "line 2 has no text in `question` or `problem`"),
-        ('{"question": "q"}', "line 2 has no `answer`, and no `solution`"),
-        ('{"question": "q", "answer": "steps\\n#### "}', "line 2 has no `answer`"),
-        ('{"problem": "q", "solution": "just 5"}', "line 2 has no `answer`, and no `solution`"),
-        ('{"problem": "q", "answer": null}', "line 2 has no `answer`"),
-    ],
-)
-def test_bad_rows_name_file_and_line(line, message, tmp_path):
-    data = write_rows(tmp_path / "rows.jsonl", {"question": "q", "answer": "1"}, line)
-    with pytest.raises(ValueError, match=message) as error:
-        make_task(Settings(env="math", data=data))
-    assert str(error.value).startswith(data) and "\n" not in str(error.value)
+def test_golds_that_can_never_be_met_are_named_by_file_and_line(math, tmp_path):
+    golds = ["18", "proof", "x+1", "x^", "18"]
+    rows = [{"problem": f"p{i}", "answer": gold} for i, gold in enumerate(golds)]
+    data = write_rows(tmp_path / "train.jsonl", *rows)
+    write_rows(tmp_path / "test.jsonl", {"problem": "q", "answer": "1"})
+    task = MathTask(Settings(env="math", data=data))
+    bad = task.check_golds(task.train)
+    assert [row for row, _ in bad] == [1, 3]
+    assert re.fullmatch(rf"{re.escape(data)} line 2: gold answer 'proof': [^\n]+", bad[0].why)
+    assert task.check_golds(task.test) == []
+    task.close()
 
 
-def test_a_data_set_of_the_hub_is_read_and_its_bad_rows_are_named(monkeypatch):
-    parts = {
-        "train": [{"problem": "a", "answer": "1"}],
-        "test": [{"problem": "b", "solution": r"\boxed{2}"}],
-    }
+def test_plain_golds_are_all_looked_at_without_a_process(tmp_path, monkeypatch):
+    rows = [{"problem": f"p{i}", "answer": str(i)} for i in range(3000)]
+    task = MathTask(Settings(env="math", data=write_rows(tmp_path / "rows.jsonl", *rows)))
+    monkeypatch.setattr(task, "_ask", lambda *args: pytest.fail("a process was asked"))
+    assert task.check_golds(task.train, most=100) == []
+
+
+def test_golds_that_need_algebra_are_a_sample_drawn_by_the_seed(tmp_path, monkeypatch):
+    rows = [{"problem": f"p{i}", "answer": f"x+{i}"} for i in range(40)]
+    task = MathTask(Settings(env="math", data=write_rows(tmp_path / "rows.jsonl", *rows)))
     asked = []
-    hub = types.SimpleNamespace(load_dataset=lambda *args: asked.append(args) or parts)
-    monkeypatch.setitem(sys.modules, "datasets", hub)
-    task = make_task(Settings(env="gsm8k", data="someone/rows:main"))
-    assert asked == [("someone/rows", "main")]
-    assert (task.train[0].answer, task.test[0].answer) == ("1", "2")
-    parts["test"] = [{"problem": "b"}]
-    with pytest.raises(ValueError, match="someone/rows test row 0 has no `answer`"):
-        make_task(Settings(env="math", data="someone/rows"))
-    del parts["train"]
-    with pytest.raises(ValueError, match="someone/rows has no split `train`: it has test"):
-        make_task(Settings(env="math", data="someone/rows"))
+    monkeypatch.setattr(task, "_ask", lambda rule, texts: asked.append(texts[0]))
+    monkeypatch.setattr(task, "_wait", lambda future: True)
+    for seed in (0, 0, 1):
+        assert task.check_golds(task.train, most=5, seed=seed) == []
+    first, again, other = asked[:5], asked[5:10], asked[10:]
+    assert first == again != other and len(set(other)) == 5
 
 
-def test_without_a_connection_or_the_package_the_hub_is_refused_in_one_line(monkeypatch):
-    def load_dataset(*args):
-        raise ConnectionError("no route")
+# --- what the model is asked
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    with pytest.raises(ValueError, match="no such data set on the hub: no route"):
-        make_task(Settings(env="math", data="someone/rows"))
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match="pip install datasets"):
-        make_task(Settings(env="math", data="someone/rows"))
+
+def test_the_prompt_asks_for_a_box_unless_it_does_already(tmp_path):
+    rows = [{"problem": "p?", "answer": "1"}, {"problem": r"q? Use \boxed{}.", "answer": "1"}]
+    task = MathTask(Settings(env="math", data=write_rows(tmp_path / "rows.jsonl", *rows)))
+    prompts = sorted(row.prompt for row in [*task.train, *task.test])
+    assert prompts[0].startswith("p?\n") and prompts[0].count("\\boxed{}") == 1
+    assert prompts[1] == r"q? Use \boxed{}."
+
+
+def test_the_settings_name_the_columns(tmp_path):
+    data = write_rows(tmp_path / "rows.jsonl", {"problem": "p", "x": {"gt": 7}, "answer": "1"})
+    config = Settings(env="math", data=data)
+    config.question_key, config.answer_key = "problem", "x.gt"
+    assert MathTask(config).train[0].answer == "7"
