@@ -126,6 +126,7 @@ def usable_rows(settings, task, tokenizer, places: list[int]) -> tuple[Sequence[
     if not are_there(train):
         refuse_long_prompts(settings, task, tokenizer, [("row 0", train[0])])
         return range(len(train)), notes
+    notes += notes_on_duplicates(task)
     numbers = range(len(train)) if len(train) <= ALL_ROWS else sorted(set(places))
     held_out = [(where(task.test, i), row) for i, row in
                 enumerate(task.test[: settings.eval_prompts])]  # fmt: skip
@@ -151,6 +152,28 @@ def usable_rows(settings, task, tokenizer, places: list[int]) -> tuple[Sequence[
     if not rows:
         raise ValueError("every prompt is too long, or has a gold answer that can never be met")
     return rows, notes
+
+
+def notes_on_duplicates(task) -> list[str]:
+    """Prompts that are both trained on and held out, or trained on twice, apart from blanks and
+    case. Rows that know where they are from have been looked through when they were read."""
+    if hasattr(task.train, "where"):
+        return []
+
+    def normal(row) -> str:
+        return " ".join(str(task.first_text(row)).lower().split())
+
+    held_out, seen, both, twice = set(map(normal, task.test)), set(), [], 0
+    for i, row in enumerate(task.train):
+        prompt = normal(row)
+        twice += prompt in seen
+        seen.add(prompt)
+        if prompt in held_out:
+            both.append(f"row {i}")
+    notes = [f"{twice} prompts are in the train rows more than once"] if twice else []
+    if both:
+        notes.append(f"{len(both)} prompts are trained on and held out, too ({some(both)})")
+    return notes
 
 
 def too_long(settings, task, tokenizer, where: str, row) -> int:

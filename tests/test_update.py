@@ -504,6 +504,14 @@ def test_a_batch_without_signal_changes_no_weight_also_after_one_that_had_some(r
         assert all(torch.equal(before[name], w) for name, w in weights(trainer).items())
 
 
+def test_weights_that_are_not_finite_any_more_are_named_before_they_are_sent(ranks, model):
+    trainer = make_trainer(ranks, model)
+    with torch.no_grad():
+        next(iter(trainer.policy.parameters())).fill_(math.inf)
+    with pytest.raises(NonFiniteError, match="the weights are not finite"):
+        trainer.score([3, 0, 47, 12])
+
+
 def test_learning_rate_rises_linearly_over_the_warm_up(ranks, model):
     trainer = make_trainer(ranks, model, learning_rate=0.01, lr_warmup=4, minibatches=2, loss="pg")
     for _ in range(6):

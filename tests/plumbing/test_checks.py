@@ -245,6 +245,21 @@ def test_prompts_that_do_not_fit_may_be_dropped():
         checks.usable_rows(settings, task, byte_tokenizer(), [0])
 
 
+def test_prompts_that_come_twice_or_on_both_sides_are_noted():
+    task = Rows(Settings())
+    task.train = [Row("a b", "1"), Row("A  b ", "2"), Row("c", "3")]
+    task.test = [Row("C", "3")]
+    settings = resolve(Settings(model="tiny"), task)
+    rows, said = checks.usable_rows(settings, task, byte_tokenizer(), [0])
+    assert said == [
+        "1 prompts are in the train rows more than once",
+        "1 prompts are trained on and held out, too (row 2)",
+    ]
+    for env in ("addition", "max3"):
+        task = make_task(Settings(env=env))
+        assert checks.notes_on_duplicates(task) == []
+
+
 def test_text_that_is_no_text_is_refused_with_its_row():
     task = Rows(Settings())
     for prompt in ("\ud800", None, 3):

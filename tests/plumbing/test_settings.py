@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import io
 import json
 import math
 import os
@@ -423,6 +424,26 @@ def test_exit_codes_of_a_run(monkeypatch, capsys, error, code):
         1: ["train.py: no worker"],
         130: ["train.py: interrupted"],
     }.get(code, [])
+
+
+def test_a_terminal_that_has_no_arrows_does_not_end_a_run(monkeypatch):
+    class Run:
+        def __init__(self, settings):
+            self.log = None
+
+        def start(self):
+            print("reward 0.1 → 0.9")
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(train, "Run", Run)
+    monkeypatch.setattr(train, "train_async", lambda run: None)
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", out)
+    assert main([]) == 0
+    out.flush()
+    assert out.buffer.getvalue() == b"reward 0.1 ? 0.9\n"
 
 
 def test_a_value_error_while_training_is_a_bug_and_shows_where(monkeypatch):
