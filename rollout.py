@@ -46,7 +46,7 @@ from plumbing.calls import EnvCalls
 from plumbing.processes import Processes, RolloutError, cause, die_with_parent
 from plumbing.settings import Settings
 from plumbing.spans import STEP_LIMIT, Span, spans
-from plumbing.weights import Manifest
+from plumbing.weights import Arrivals, Manifest
 from tasks.find import make_task
 
 
@@ -106,6 +106,8 @@ class Update:
     reference: np.ndarray  # the trainer's score of the probe, float [P - 1]
     paused: set[int] = field(default_factory=set)
     loaded: dict[int, np.ndarray] = field(default_factory=dict)
+    arrived: dict[int, list] = field(default_factory=dict)  # see `weights.Arrivals`
+    sent: int | None = None  # the sum of what was broadcast, once it is
 
 
 class Scheduler:
@@ -131,6 +133,7 @@ class Scheduler:
         places = settings.max_num_seqs, settings.tasks_per_worker
         self.dispatcher = dispatcher(settings.rollout_workers, *places)
         self.decoding = False  # not before the first commit
+        self.arrivals = Arrivals()
         self.mismatches: dict[int, tuple[float, float]] = {}  # of each version's probe: max, mean
         self.counts: Counter[str] = Counter()  # the workers': seconds by kind, tokens, ...
         self._spans: list[deque[Span]] = [deque(maxlen=STEP_LIMIT) for _ in self.dispatcher.held]
@@ -160,9 +163,9 @@ class Scheduler:
             if len(self._update.paused) == self.workers.count:
                 self.workers.excused.clear()
         elif kind == "loaded":
-            self._update.loaded[worker] = np.asarray(args[1])
-            if len(self._update.loaded) == self.workers.count:
-                self._commit()
+            _, scores, self._update.arrived[worker] = args
+            self._update.loaded[worker] = np.asarray(scores)
+            self._commit()
 
     def holds(self, worker: int) -> str:
         """What a worker has in hand, for messages."""
@@ -264,6 +267,12 @@ class Scheduler:
                 self.settings.start_timeout,
             )
 
+    def sent(self, checksum: int) -> None:
+        """The weights have left; the sum of their bits is this."""
+        with self.workers.changed:
+            self._update.sent = checksum
+            self._commit()
+
     def wait_committed(self) -> None:
         """Wait until the publish in progress, if there is one, is committed on every worker."""
         self.workers.wait(
@@ -273,8 +282,12 @@ class Scheduler:
         )
 
     def _commit(self) -> None:
-        """Every worker has loaded: compare the probes, then let decoding and admission go on."""
+        """When every worker has loaded: compare what arrived with what was sent, and the probes;
+        then let decoding and admission go on."""
         update = self._update
+        if len(update.loaded) < self.workers.count or update.sent is None:
+            return
+        self.arrivals.check(update.version, update.sent, update.arrived)
         gaps = np.abs(np.stack([p - update.reference for p in update.loaded.values()]))
         worst = float(gaps.max())
         self.mismatches[update.version] = worst, float(gaps.mean())
@@ -439,9 +452,9 @@ class Worker:
         self.conn.send(("paused", version))
         with spans("load"):
             restart = self.spec.settings.on_update == "restart"
-            self.engine.load_weights(manifest, restart)
+            sums = self.engine.load_weights(manifest, restart)
         with spans("probe"):
-            self.conn.send(("loaded", version, self.engine.probe(probe_ids)))
+            self.conn.send(("loaded", version, self.engine.probe(probe_ids), sums))
         with spans("commit"):
             while self.engine.version != version and not self.stopping:
                 await self.sleep()

@@ -388,6 +388,9 @@ class Run:
         with spans("broadcast"):
             self.ranks.barrier()  # every node's workers have paused
             self.sender.send(self.workers and self.workers.check)
+            total = self.ranks.from_rank_zero(self.sender.checksum)
+        if self.scheduler:
+            self.scheduler.sent(total)
         self.version = version
 
     def wait_committed(self) -> None:

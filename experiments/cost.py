@@ -143,7 +143,7 @@ def answer_at_once(conn, spec: None) -> None:
                 conn.send(("results", samples[i : i + 8], [], [], {"tokens": 1}, []))
         elif kind == "update":
             conn.send(("paused", args[0]))
-            conn.send(("loaded", args[0], [0.0]))
+            conn.send(("loaded", args[0], [0.0], [(0, 0)]))
         elif kind == "commit":
             version = args[0]
         elif kind == "stop":
@@ -163,6 +163,7 @@ def owner(args) -> None:
         workers.listen(scheduler.hear, scheduler.holds, 60)
         workers.await_word("ready", 60)
         scheduler.pause(0, *nothing)
+        scheduler.sent(0)
         thread = next(t for t in threading.enumerate() if t.name == "rollout owner")
         clock = time.pthread_getcpuclockid(thread.ident)
         start, begun = time.clock_gettime(clock), time.perf_counter()
@@ -170,6 +171,7 @@ def owner(args) -> None:
         for version in tqdm(range(args.steps), unit="batch"):
             samples += len(scheduler.get_batch(60))
             scheduler.pause(version + 1, *nothing)
+            scheduler.sent(0)
         scheduler.wait_committed()
         spent, seconds = time.clock_gettime(clock) - start, time.perf_counter() - begun
     finally:

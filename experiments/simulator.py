@@ -419,12 +419,13 @@ class SimRun:
         self.scheduler.pause(version, Manifest([], [], "float32", 0), [], np.zeros(1))
         self.committed.clear()
         await asyncio.sleep(self.setting.rates.publish_s)
+        self.scheduler.sent(0)
         loop = asyncio.get_running_loop()
         loop.call_later(self.setting.rates.load_s, self._loaded, version)
 
     def _loaded(self, version: int) -> None:
         for worker in range(len(self.workers)):
-            self.hear(worker, ("loaded", version, np.zeros(1)))
+            self.hear(worker, ("loaded", version, np.zeros(1), [(0, 0)]))
         self.committed.set()
 
     async def train(self) -> Result:

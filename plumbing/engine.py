@@ -34,7 +34,7 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 
 from envs import Turn
-from plumbing.weights import Manifest, Wire, receive
+from plumbing.weights import Manifest, Wire, checksum, receive
 
 PROBE = "probe"  # request ids that start with this are scored alone
 SMALL = 256  # hidden size up to which torch's matmul beats vLLM's own on the CPU
@@ -62,15 +62,17 @@ class BroadcastReceiver(WeightTransferEngine[GroupInfo, UpdateInfo]):
         self.group = info.join(info.first_rank + self.parallel_config.rank)
         # Weights that are used as they were loaded can be copied over. Where vLLM has turned them
         # into a form of its own (on the CPU the original is empty then) it has to load them anew.
-        originals = all(weight.numel() for weight in self.model.parameters())
-        self.in_place = self.device.type == "cpu" and originals
+        self.originals = all(weight.numel() for weight in self.model.parameters())
+        self.in_place = self.device.type == "cpu" and self.originals
 
     def start_weight_update(self) -> None:
         if not self.in_place:
             initialize_layerwise_reload(self.model)
 
     def receive_weights(self, info: UpdateInfo) -> None:
+        self.arrived = 0
         for named in receive(self.group, info, self.wire, self.device):
+            self.arrived += sum(checksum(tensor) for _, tensor in named)
             self.model.load_weights(named)
 
     def finish_weight_update(self) -> None:
@@ -123,6 +125,14 @@ class WorkerExtension:
         for layer in self.model_runner.model.modules():
             if hasattr(layer, "cpu_linear"):
                 layer.cpu_linear = invariant_linear
+
+    def checksums(self) -> tuple[int, int | None]:
+        """Of the weights that came last, and of the model's own; None where it keeps them in a form
+        of its own, or only a shard of them."""
+        receiver, weights = self.weight_transfer_engine, list(self.model_runner.model.parameters())
+        shard = receiver.parallel_config.world_size > 1
+        own = None if shard or not receiver.originals else sum(map(checksum, weights))
+        return receiver.arrived, own
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -283,10 +293,11 @@ class Engine:
         counts, self.counts = self.counts, Counter()
         return counts
 
-    def load_weights(self, manifest: dict, restart: bool) -> None:
+    def load_weights(self, manifest: dict, restart: bool) -> list:
         """Receive and load the weights that the trainer is broadcasting. Running sequences go back
         to waiting with their tokens: their next step recomputes their KV cache. With `restart`
-        the tokens of the turn in progress are dropped instead, and it starts again."""
+        the tokens of the turn in progress are dropped instead, and it starts again. Returns
+        `WorkerExtension.checksums` of each tensor-parallel rank."""
         self.core.collective_rpc("start_weight_update")
         self.core.collective_rpc("update_weights", args=(manifest,))
         self.core.collective_rpc("finish_weight_update")
@@ -297,6 +308,7 @@ class Engine:
                 del turn.ids[:], turn.logprobs[:], turn.versions[:]
                 self._submit(running)
         self.core.reset_prefix_cache(reset_running_requests=True)
+        return self.core.collective_rpc("checksums")
 
     def probe(self, ids: list[int]) -> list[float]:
         """Log-probabilities (raw, T = 1) of ids[1:] under the weights just loaded."""

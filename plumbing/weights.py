@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from plumbing.processes import RolloutError
 from plumbing.ranks import Ranks, whole
 
 
@@ -87,6 +88,39 @@ def open_store(world_size: int, timeout: float, host: str) -> dist.TCPStore:
     )
 
 
+def checksum(tensor: Tensor) -> int:
+    """The sum of a tensor's bits, as whole numbers: the same in any order, however it is cut or
+    fused with others, and zeros that pad it add nothing."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return int(tensor.detach().contiguous().view(bits).sum(dtype=torch.int64))
+
+
+class Arrivals:
+    """Holds what arrived at every worker against what was sent, at any learning rate and precision:
+    the probe cannot see an update that is small.
+
+    A worker reports two sums for each of its tensor-parallel ranks: of the weights that came, and
+    of those that its engine holds once they are loaded (None where it keeps them in a form of its
+    own). The second also sees a tensor that came and was not loaded. It counts only if it fits at
+    the first publish: some models have parameters that are not published.
+    """
+
+    def __init__(self):
+        self.own: bool | None = None  # whether the engines' own sums can be held to
+
+    def check(self, version: int, sent: int, arrived: dict[int, list[tuple]]) -> None:
+        """Raise RolloutError, with the worker's number, for weights that are not what was sent."""
+        sums = [(worker, *pair) for worker, ranks in arrived.items() for pair in ranks]
+        if self.own is None:
+            self.own = all(loaded == sent for _, _, loaded in sums)
+        for worker, came, loaded in sums:
+            if came != sent or (self.own and loaded != sent):
+                what = "arrived" if came != sent else "were loaded"
+                raise RolloutError(
+                    f"not all weights of version {version} {what} at rollout process {worker}"
+                )
+
+
 def receive(group, manifest: Manifest, wire: torch.device, device: torch.device) -> Iterator[list]:
     """The other end of `Sender.send`: (name, tensor) of the parameters of each bucket. They come
     in on `wire`, and are given out on `device`."""
@@ -104,6 +138,7 @@ class Sender:
 
     def __init__(self, ranks: Ranks, model: nn.Module, dtype: torch.dtype, bucket_mb: int):
         self.ranks, self.dtype, self.group = ranks, dtype, None
+        self.checksum = 0  # of what was sent last, on trainer rank 0
         # Tied embeddings are one parameter and appear once; the engine ties its own.
         named = dict(model.named_parameters())
         self.parameters = list(named.values())
@@ -140,6 +175,7 @@ class Sender:
     def send(self, alive: Callable[..., None]) -> None:
         """Gather a bucket on all trainer ranks, then broadcast it, then the next: two communicators
         are never in flight together. `alive()` raises when a worker is gone."""
+        self.checksum = 0
         for bucket in self.manifest.buckets():
             parts = []
             for i in bucket:
@@ -148,7 +184,9 @@ class Sender:
                     parts.append(part.to(self.dtype).flatten())
             if self.group:
                 wire = "cpu" if self.ranks.wire == "gloo" else self.ranks.device
-                self._broadcast(torch.cat(parts).to(wire), alive)
+                flat = torch.cat(parts).to(wire)
+                self._broadcast(flat, alive)
+                self.checksum += checksum(flat)
 
     def _broadcast(self, flat: Tensor, alive: Callable[..., None]) -> None:
         """Send one bucket; polled, so that Ctrl-C and a worker that is gone are noticed in time."""

@@ -91,10 +91,9 @@ def equal(gold: Number, given: Number) -> bool:
         return True
     for fraction, decimal in ((gold, given), (given, gold)):
         if fraction.decimals is None and (decimal.decimals or 0) >= 6 and endless(fraction.value):
-            away = abs(fraction.value - decimal.value)
-            half = Fraction(1, 2 * 10**decimal.decimals)
-            # Six digits that say something, too: 0.000001 is not 1/999999.
-            return away <= half and away * 200_000 <= abs(fraction.value)
+            digits = abs(decimal.value) * 10**decimal.decimals  # 0.083333 has five: 83333
+            away = abs(fraction.value - decimal.value) * 10**decimal.decimals
+            return digits >= 10**4 and away <= Fraction(1, 2)
     return False
 
 

@@ -166,11 +166,13 @@ class Owner:
     def tickets(self, worker):
         return [one for kind, *args in self.told(worker) if kind == "tickets" for one in args[0]]
 
-    def pause(self, version):
+    def pause(self, version, sent=0):
         self.scheduler.pause(version, MANIFEST, [3, 4, 5], np.zeros(2))
+        if sent is not None:
+            self.scheduler.sent(sent)
 
-    def loaded(self, worker, version, score=0.0):
-        self.workers.say(worker, "loaded", version, [score, 0.0])
+    def loaded(self, worker, version, score=0.0, sums=((0, 0),)):
+        self.workers.say(worker, "loaded", version, [score, 0.0], sums)
 
     def publish(self, version, scores=(0.0, 0.0)):
         self.pause(version)
@@ -231,6 +233,21 @@ def test_a_worker_that_has_paused_may_be_silent_until_all_have():
     owner.workers.say = watched
     owner.pause(0)
     assert excused == [{0}, set()]
+
+
+def test_weights_are_held_against_what_was_sent_before_the_commit():
+    owner = Owner()
+    owner.pause(0, sent=None)
+    for worker in range(2):
+        owner.loaded(worker, 0, sums=[(7, 7)])
+    assert not owner.scheduler.decoding  # what was sent is not known yet
+    owner.scheduler.sent(7)
+    assert owner.buffer.version == 0 and owner.scheduler.decoding
+    owner.pause(1, sent=8)
+    owner.loaded(0, 1, sums=[(8, 8)])
+    with pytest.raises(RolloutError, match="not all weights of version 1 arrived .* process 1"):
+        owner.loaded(1, 1, sums=[(7, 8)])
+    assert owner.buffer.version == 0
 
 
 @pytest.mark.parametrize("score", [2e-3, -2e-3, math.nan])

@@ -16,9 +16,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from envs import Limits, Turn
+from plumbing import engine as module
 from plumbing.engine import Engine
 from plumbing.settings import Settings
-from plumbing.weights import Manifest, Wire, open_store
+from plumbing.weights import Manifest, Wire, checksum, open_store
 from rollout import WorkerSpec
 
 BUCKET = 2**18  # several buckets, also for the tiny model
@@ -42,7 +43,7 @@ class Driver:
             rank=0, model=path, settings=settings, limits=Limits(40, 1, 128), dtype="float32",
             prefix_caching=True, gpu_share=0.0,
         )  # fmt: skip
-        self.models, self.version = models, -1
+        self.models, self.sums = models, []
         self.engine = Engine(spec)
         store = open_store(1 + ranks, 60, "127.0.0.1")
         wire = Wire("127.0.0.1", store.port, 1, 1 + ranks, "gloo", 60.0)
@@ -60,8 +61,9 @@ class Driver:
         model = self.models[which]
         thread = threading.Thread(target=send, args=(self.group, model))
         thread.start()
-        self.engine.load_weights(asdict(manifest_of(model)), restart)
+        sums = self.engine.load_weights(asdict(manifest_of(model)), restart)
         thread.join()
+        self.sums.append((sum(map(checksum, model.parameters())), sums))
         waiting = {request: len(running.turn.ids) for request, running in self.engine.turns.items()}
         scores = self.engine.probe(PROBE)
         assert waiting == {r: len(running.turn.ids) for r, running in self.engine.turns.items()}
@@ -87,6 +89,28 @@ class Driver:
             {"prompt": t.context, "ids": t.ids, "logprobs": t.logprobs, "versions": t.versions}
             for t in turns
         ]
+
+
+def lose(driver: Driver) -> list:
+    """The sums of a publish without its first tensor, of one of which each last tensor of a bucket
+    came and was not loaded, and of a whole one."""
+    receive = module.receive
+
+    def without_first(*args):
+        for number, named in enumerate(receive(*args)):
+            yield named[number == 0 :]
+
+    module.receive = without_first
+    driver.load(1, 8)
+    module.receive = receive
+    worker = driver.engine.core.engine_core.model_executor.driver_worker.worker
+    model = worker.weight_transfer_engine.model
+    load = model.load_weights
+    model.load_weights = lambda named: load(named[:-1])
+    driver.load(0, 9)
+    del model.load_weights
+    driver.load(1, 10)
+    return driver.sums[-3:]
 
 
 async def two_updates(driver: Driver) -> int:
@@ -153,6 +177,8 @@ async def main() -> dict:
             await driver.engine.generate(Turn(prompt, 4, 0, []))
         except ValueError as error:
             seen["refused"].append(str(error))
+    seen["sums"] = driver.sums[:]
+    seen["lost"] = lose(driver) if ranks == 1 else []
     seen["linear"] = driver.engine.core.collective_rpc(linear_by_rows)[0]
     return seen
 

@@ -65,6 +65,22 @@ def test_a_publish_reaches_every_weight(seen):
         assert (torch.tensor(seen[f"probe_{which}"]) - expected).abs().max() < 1e-4
 
 
+def test_the_sums_of_what_arrived_and_of_what_was_loaded_are_those_of_what_was_sent(seen):
+    assert len(seen["sums"]) == 8
+    for sent, ranks in seen["sums"]:
+        assert all(came == sent and own in (sent, None) for came, own in ranks)
+
+
+def test_a_tensor_that_is_lost_on_the_way_or_not_loaded_shows_in_the_sums(seen):
+    if not seen["lost"]:
+        pytest.skip("the ranks are processes of their own")
+    in_place = seen["sums"][0][1][0][1] is not None
+    (sent, [(came, _)]), (all_sent, [(all_came, own)]), (last, [whole]) = seen["lost"]
+    assert came != sent and all_came == all_sent
+    assert own not in (all_sent, None) if in_place else own is None
+    assert tuple(whole) == (last, last if in_place else None)
+
+
 def test_identical_weights_in_the_middle_change_nothing(seen):
     for whole, cut in zip(seen["greedy"], seen["greedy_cut"], strict=True):
         assert whole["ids"] == cut["ids"]

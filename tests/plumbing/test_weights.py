@@ -4,6 +4,7 @@ out at the other end."""
 import doctest
 import math
 import os
+import sys
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -17,7 +18,16 @@ from torch import nn
 
 from plumbing import weights as module
 from plumbing.processes import RolloutError
-from plumbing.weights import Manifest, Sender, Wire, cut_buckets, open_store, receive
+from plumbing.weights import (
+    Arrivals,
+    Manifest,
+    Sender,
+    Wire,
+    checksum,
+    cut_buckets,
+    open_store,
+    receive,
+)  # fmt: skip
 
 SHAPES, BUCKET_BYTES = [(300, 7), (5,), (1000,), ()], 6000
 CPU = torch.device("cpu")
@@ -91,8 +101,62 @@ def test_weights_reach_a_receiver_over_gloo_also_under_torchrun(monkeypatch):
             for i, (name, received) in zip(bucket, mine.recv(), strict=True):
                 assert name == sender.manifest.names[i] and received.shape == SHAPES[i]
                 np.testing.assert_array_equal(received, sender.parameters[i].detach().numpy())
+        assert sender.checksum == sum(bits(p.detach().numpy()) for p in sender.parameters)
     receiver.join(60)
     assert receiver.exitcode == 0
+
+
+def bits(weights) -> int:
+    """The plain form of `checksum`, for float32."""
+    return sum(int.from_bytes(w.tobytes(), sys.byteorder, signed=True) for w in weights.flatten())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_checksum_sees_one_bit_and_neither_order_nor_padding(dtype):
+    weights = torch.randn(7, 5).to(dtype)
+    plain = checksum(weights)
+    assert plain == sum(checksum(row) for row in reversed(weights)) == checksum(weights.T)
+    assert checksum(torch.cat([weights, torch.zeros(2, 5, dtype=dtype)])) == plain
+    for value in (torch.nextafter(weights[3, 2].float(), torch.tensor(9.0)), torch.nan, -torch.inf):
+        other = weights.clone()
+        other[3, 2] = value
+        assert (checksum(other) == plain) == torch.equal(other, weights)  # bf16 may round it away
+    big = torch.full((1 << 20,), torch.nan)
+    assert checksum(big) == (1 << 20) * checksum(big[:1])  # no overflow, and nan has bits too
+
+
+SUMS = {0: [(5, 5)], 1: [(5, 5), (5, 5)]}  # worker 1 has two tensor-parallel ranks
+
+
+def test_what_arrived_is_what_was_sent():
+    arrivals = Arrivals()
+    arrivals.check(0, 5, SUMS)
+    arrivals.check(1, 5, SUMS)
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_weights_that_did_not_arrive_end_the_run_at_that_publish(version):
+    arrivals = Arrivals()
+    for earlier in range(version):
+        arrivals.check(earlier, 5, SUMS)
+    for lost in ([(4, 5), (5, 5)], [(5, 5), (4, 5)], [(4, None), (5, None)]):
+        what = f"not all weights of version {version} arrived at rollout process 1"
+        with pytest.raises(RolloutError, match=what):
+            arrivals.check(version, 5, SUMS | {1: lost})
+
+
+def test_weights_that_arrived_and_were_not_loaded_end_the_run():
+    arrivals = Arrivals()
+    arrivals.check(0, 5, SUMS)
+    with pytest.raises(RolloutError, match="version 1 were loaded at rollout process 0"):
+        arrivals.check(1, 5, SUMS | {0: [(5, 4)]})
+
+
+@pytest.mark.parametrize("own", [None, 7])
+def test_weights_of_the_engine_that_cannot_be_compared_are_not(own):
+    arrivals = Arrivals()
+    for version, sent in enumerate([5, 6]):
+        arrivals.check(version, sent, {0: [(sent, own)]})
 
 
 def test_each_store_has_a_port_of_its_own_that_is_open_at_once():

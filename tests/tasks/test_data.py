@@ -152,6 +152,7 @@ def test_keys_name_columns_and_what_lies_in_them():
     record = {"question": "no", "Q": "q", "extra": {"deep": {"gold": "1"}}, "a.b": "2"}
     assert MathShape("q", "extra.deep.gold")(record, "f line 1") == ("q", "1")
     assert MathShape("Q", "a.b")(record, "f line 1") == ("q", "2")
+    assert MathShape("QUESTION", "A.B")(record, "f line 1") == ("no", "2")
     with pytest.raises(ValueError, match=r"no text in `x` \(--question_key\); it has question, Q"):
         MathShape("x")(record, "f line 1")
     with pytest.raises(ValueError, match=r"f line 1 has no `extra.gold` \(--answer_key\); it has"):
@@ -274,6 +275,8 @@ def test_hub_data_set(monkeypatch):
     parts["test"] = [{"problem": "b"}]
     with pytest.raises(ValueError, match="someone/rows test row 0 has no `answer`"):
         make_task(Settings(env="math", data="someone/rows"))
+    parts["train"], parts["test"] = [{"problem": str(i), "answer": "1"} for i in range(20)], []
+    assert len(make_task(Settings(env="math", data="someone/rows")).test) == 2
     del parts["train"]
     with pytest.raises(ValueError, match="someone/rows has no split `train`: it has test"):
         make_task(Settings(env="math", data="someone/rows"))

@@ -162,9 +162,9 @@ def test_verdicts_are_remembered_up_to_a_limit(math, monkeypatch):
     monkeypatch.setattr(tasks.math, "REMEMBERED", 3)
     monkeypatch.setattr(math._pool, "schedule", lambda *args, **how: Done())
     monkeypatch.setattr(math, "_checks", OrderedDict())
-    for gold in "0123141":  # 1 is asked for again, so 2 is the oldest
+    for gold in "012314":  # 1 is asked for again, so 2 is the oldest
         math._ask(verdict, (gold, "x"))
-    assert [texts[0] for _, texts in math._checks] == ["3", "4", "1"]
+    assert [texts[0] for _, texts in math._checks] == ["3", "1", "4"]
 
 
 class Done:
@@ -176,9 +176,20 @@ def die(*texts):
     os._exit(1)
 
 
+def die_once(path, *rest):
+    if not os.path.exists(path):
+        open(path, "w").close()
+        os._exit(1)
+    return True
+
+
 def test_an_answer_that_kills_its_checker_is_wrong(math):
     assert math._check(die, "x", "y") is False
     assert give(math, "x+1", "1+x") == 1.0
+
+
+def test_a_checker_that_is_killed_once_is_asked_again(math, tmp_path):
+    assert math._check(die_once, str(tmp_path / "died")) is True
 
 
 def test_processes_that_never_answer_are_a_fault(math, monkeypatch):
