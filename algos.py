@@ -10,17 +10,19 @@ they belong to. Padding never appears, so no mask can be wrong.
     reward     [T]  R, the same
     sample     [T]  which sample that is
 
-A policy loss returns its value for every token, and which tokens a bound of its acts on. sg(x) is x
-without gradient; r = pi / pi_b is the importance ratio. Ratios are taken against the *behaviour*
-policy. Against a policy that the trainer recomputes at the start of the step they would be 1 with
-one update a batch, and every clip and correction would do nothing.
+A policy loss returns two values for every token: the loss, and whether a bound (a clip, a cap)
+acted on it. sg(x) is x without gradient; r = pi / pi_b is the importance ratio, against the
+*behaviour* policy, whose log-probabilities the engine recorded. Systems that recompute them in the
+trainer, when a step begins, get r = 1 if a batch is one optimiser step: there no clip acts, and no
+correction.
 
 A new loss is a function here, with its flags beside its name:
 
     @register(LOSSES, "mine", my_cap=flag(2.0, "largest weight", above=0))
-    def mine_loss(t, settings): ...              # --loss mine --my_cap 3, in --help and the docs
+    def mine_loss(t, settings): ...              # --loss mine --my_cap 3, and it is in --help
 
-docs/algorithms.md has them in one table, with a figure of each.
+A flag has the type of its default. docs/algorithms.md has all losses in one table, with a figure of
+each; a test asks for the row of a new one.
 """
 
 from collections.abc import Callable
@@ -39,11 +41,14 @@ AGGREGATIONS: dict[str, Callable] = {}  # what a token counts for: see `token_we
 KINDS = {"loss": LOSSES, "advantage": ADVANTAGES, "aggregation": AGGREGATIONS}
 
 
-def register(kind: dict[str, Callable], name: str, **flags: Field) -> Callable:
-    """Make a function known by its name on the command line, with its own flags."""
+def register(
+    kind: dict[str, Callable], name: str, proximal: bool = False, **flags: Field
+) -> Callable:
+    """Make a function known by its name on the command line, with its own flags. `proximal`: a loss
+    that uses pi_prox, which costs one more forward pass if a batch is several optimiser steps."""
 
     def add(function: Callable) -> Callable:
-        kind[name], function.flags = function, flags
+        kind[name], function.flags, function.proximal = function, flags, proximal
         return function
 
     return add
@@ -61,22 +66,6 @@ class Tokens(NamedTuple):
 
 
 # -- policy losses: per token, to be minimised; and the tokens that their bound acts on ------------
-
-
-@register(LOSSES, "pg")
-def pg_loss(t: Tokens, settings) -> tuple[Tensor, Tensor]:
-    """-A log pi: REINFORCE (Williams 1992). No ratio: stale data counts as if it were fresh."""
-    return -t.advantage * t.logp, torch.zeros_like(t.logp)
-
-
-def ratio(logp: Tensor, anchor: Tensor) -> Tensor:
-    return bounded_exp(logp - anchor)
-
-
-def bounded_exp(x: Tensor, most: float = 20.0) -> Tensor:
-    """e^x, and beyond `most` its tangent there: so nothing becomes infinite, and no gradient jumps
-    to 0 where a ratio is large (a bad token of PPO would suddenly be left alone)."""
-    return x.clamp(max=most).exp() * (1 + (x - most).clamp(min=0))
 
 
 CLIP = dict(
@@ -110,6 +99,23 @@ def clipped_surrogate(r: Tensor, advantage: Tensor, settings) -> tuple[Tensor, T
     return loss, acts.float()
 
 
+def ratio(logp: Tensor, anchor: Tensor) -> Tensor:
+    """The importance ratio pi / pi_anchor of each token, [T], from log-probabilities."""
+    return bounded_exp(logp - anchor)
+
+
+def bounded_exp(x: Tensor, most: float = 20.0) -> Tensor:
+    """e^x, and beyond `most` its tangent there: so nothing becomes infinite, and no gradient jumps
+    to 0 where a ratio is large (a bad token of PPO would suddenly be left alone)."""
+    return x.clamp(max=most).exp() * (1 + (x - most).clamp(min=0))
+
+
+@register(LOSSES, "pg")
+def pg_loss(t: Tokens, settings) -> tuple[Tensor, Tensor]:
+    """-A log pi: REINFORCE (Williams 1992). No ratio: stale data counts as if it were fresh."""
+    return -t.advantage * t.logp, torch.zeros_like(t.logp)
+
+
 def outside(r: Tensor, low: float, high: float) -> Tensor:
     """Which ratios two bounds cut, as 0 and 1. The rounding of two kernels, some 1e-6, is not
     counted: with a bound at 1 it would be half of all fresh tokens."""
@@ -119,7 +125,7 @@ def outside(r: Tensor, low: float, high: float) -> Tensor:
 CAP = flag(2.0, "largest weight pi_prox / pi_b", above=0)
 
 
-@register(LOSSES, "decoupled_ppo", **CLIP, behaviour_cap=CAP)
+@register(LOSSES, "decoupled_ppo", proximal=True, **CLIP, behaviour_cap=CAP)
 def decoupled_ppo_loss(t: Tokens, settings) -> tuple[Tensor, Tensor]:
     """-sg(min(pi_prox / pi_b, cap)) min(u A, clip(u, 1 - low, 1 + high) A), u = pi / pi_prox.
 
@@ -193,7 +199,7 @@ def tapered(t: Tokens, positive: float, negative: float) -> tuple[Tensor, Tensor
     return -weight * t.advantage * t.logp, ~right * outside(r, 0.0, 1.0)
 
 
-def sequence_mean(values: Tensor, sample: Tensor) -> Tensor:
+def mean_by_sample(values: Tensor, sample: Tensor) -> Tensor:
     """The mean of each sample's tokens, at each of them, [T]."""
     size = int(sample.max()) + 1 if len(sample) else 0
     total = values.new_zeros(size).index_add(0, sample, values)
@@ -213,7 +219,7 @@ def gspo_loss(t: Tokens, settings) -> tuple[Tensor, Tensor]:
     Departures: every token carries its sequence's value, so that --aggregation decides how those
     of different lengths count (sequence_mean is the paper's); r is against the behaviour policy.
     """
-    s = bounded_exp(sequence_mean(t.logp - t.behaviour, t.sample))
+    s = bounded_exp(mean_by_sample(t.logp - t.behaviour, t.sample))
     clipped = s.clamp(1 - settings.gspo_low, 1 + settings.gspo_high)
     loss = -torch.minimum(s * t.advantage, clipped * t.advantage)
     return loss, (clipped * t.advantage < s * t.advantage).float()
@@ -318,7 +324,7 @@ def correct(
     """
     log_rho = proximal - behaviour
     if settings.correction.startswith("sequence"):
-        log_rho = sequence_mean(log_rho, sample)
+        log_rho = mean_by_sample(log_rho, sample)
     rho, keep = bounded_exp(log_rho), torch.ones_like(log_rho, dtype=torch.bool)
     if settings.correction.endswith("truncate"):
         return rho.clamp(max=settings.correction_high), keep
@@ -327,7 +333,7 @@ def correct(
     return torch.ones_like(rho), keep
 
 
-def truncated(factor: Tensor | None, behaviour: Tensor, settings) -> Tensor:
+def corrected(factor: Tensor | None, behaviour: Tensor, settings) -> Tensor:
     """Whether the correction cut a token's weight, [T]; `factor` is what `correct` made of it."""
     if factor is None or not settings.correction.endswith("truncate"):
         return torch.zeros_like(behaviour)

@@ -10,9 +10,9 @@ Words (all counts are of *groups*, the n samples of one prompt, or of one seed o
     admission    the moment a group may start; its place in that order is its admission index
     staleness    the version the trainer holds minus the lowest version of a sample's tokens
 
-Admission bounds staleness ahead of time, so that nothing finished is thrown away later. A group
-leaves in one of two ways, trained on or dropped for one reason (filtered, failed, stale,
-redundant), and each drop makes room for the next prompt at once.
+Admission bounds staleness ahead of time: if batches are taken in order (`fifo`), nothing that has
+finished is ever too old. A group leaves in one of two ways: it is trained on, or it is dropped for
+one reason (filtered, failed, stale, redundant). Each drop makes room for the next prompt at once.
 
 Paper: ROLL Flash (arXiv 2510.11345): asynchronous ratio, SampleBuffer, redundant rollouts, dynamic
 filtering.  Departures from its code: staleness is measured on the tokens of a sample, not taken
@@ -70,7 +70,7 @@ def consumption(expires: bool) -> Callable:
 
 @consumption(expires=False)
 def fifo(buffer: SampleBuffer) -> list[Group]:
-    """In order of admission: a finished group waits for every older one, so a long answer is never
+    """In order of admission: a finished group waits for every older one. So a long answer is never
     passed over in favour of short ones, and the bound holds by construction."""
     oldest = next(iter(buffer.open), buffer.next_index)
     return [buffer.finished[index] for index in sorted(buffer.finished) if index < oldest]
@@ -78,7 +78,7 @@ def fifo(buffer: SampleBuffer) -> list[Group]:
 
 @consumption(expires=True)
 def ready(buffer: SampleBuffer) -> list[Group]:
-    """Whatever has finished, the oldest first: nobody waits for a straggler, and what is trained on
+    """Whatever has finished, the oldest first. Nobody waits for a straggler; but what is trained on
     leans towards what is quick."""
     return [buffer.finished[index] for index in sorted(buffer.finished)]
 
@@ -138,7 +138,8 @@ class SampleBuffer:
 
     @property
     def limit(self) -> int:
-        """Groups that may have been admitted and kept by now."""
+        """Groups that may have been admitted and kept by now: `admission_limit`, some more for a
+        race, and never more than the run needs."""
         limit = admission_limit(self.version, self.batch_size, self.alpha)
         if self.alpha or self.popped == self.version:  # in sync the race ends with the batch
             limit += self.redundant_groups
@@ -328,7 +329,7 @@ class Ticket(NamedTuple):
 
     group: int
     sample: int
-    prompt_id: int  # which row of the task's data (`envs.prompt_order` of the admission index)
+    prompt_id: int  # which row of the task's data: see `envs.prompt_order`
     seed: int  # of the first turn; turn t > 0 samples with derive_seed(seed, t)
     eval: bool = False
 

@@ -12,20 +12,22 @@ What is played is named on the command line, also from a file of yours:
     --env my_file.py:MyTask   a subclass of `Task`: rows with one response each, and a `reward`
     --env my_file.py:MyGame   a subclass of `Env`: `reset` and `step`, in text, over several turns
 
-    class Echo(Env):                                 # repeat a letter three times
+    class Echo(Env):               # three turns, a third of a point for each right one
         max_turns = 3
 
         def reset(self, seed):
-            self.letter = chr(ord("a") + seed % 26)
+            self.letter, self.turn = chr(ord("a") + seed % 26), 0
             return f"repeat {self.letter}", {}
 
         def step(self, action):
+            self.turn += 1
             right = action.strip() == self.letter
-            return "again", right / 3, not right, False, {}
+            return "again", right / 3, self.turn == 3, False, {}
 
-Rewards may be any finite float, and those of an episode are added up. A run reports 1.0 and more as
-solved, or what an environment says in `info["success"]`. What cannot be judged raises: a 0 in its
-place would teach the model that a right answer is wrong.
+For the model `tiny` it also defines `warmup`. Rewards may be any finite float, and those of an
+episode are added up. A run reports 1.0 and more as solved, or what an environment says in
+`info["success"]`. What cannot be judged raises: a 0 in its place would teach the model that a right
+answer is wrong.
 
 Paper: ROLL Flash (arXiv 2510.11345): EnvManager, env-level asynchronous rollout, asynchronous
 reward. Departures from its code: a weight update keeps the tokens of a turn in progress, and every

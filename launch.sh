@@ -51,7 +51,7 @@ extras=()  # requirement files beyond the core
 case ${1-} in
   -h | --help | help) usage; exit ;;
   test) shift; cmd=(-m pytest "$@"); extras=(requirements/dev.txt) ;;
-  check) script=plumbing/check.py; cmd=(-m plumbing.check "${@:2}") ;;
+  check) script=plumbing/preflight.py; cmd=(-m plumbing.preflight "${@:2}") ;;
   plot) script=report/plot.py; cmd=(-m report.plot "${@:2}") ;;
   compare | mechanisms | parity | sim) script=experiments/$1.py; cmd=(-m "experiments.$1" "${@:2}") ;;
   train | -* | '' | *.yaml | *.yml | *.json)

@@ -1,13 +1,15 @@
 """Both ends of the pipe between the trainer and a rollout process.
 
-    Scheduler (a thread of local rank 0)                 Worker (a process)
+    Scheduler (in the trainer)                           Worker (a process)
     ────────────────────────────────────                 ─────────────────────────────────
-    buffer.admit() ─▶ queue ─ ticket to a free place ──▶ episode coroutine ⇄ engine.step()
+    buffer.admit() ─▶ queue ─ ticket to a worker with room ─▶ episode coroutine ⇄ engine.step()
     buffer.add()   ◀──────────── finished samples ────── reward, as each sample ends
     publish: "update" ─▶ "paused" ─▶ broadcast ─▶ load, probe ─▶ "loaded" ─▶ "commit"
 
-*Queue scheduling*: tickets wait in one deque, and a worker is sent the next one when it has a free
-place; every one of the n samples of a group has its own ticket (*prompt replication*).
+*Queue scheduling*: tickets wait in one deque, and the worker that has the fewest is sent the next
+one, as long as it has room. A worker has a few more tickets than its engine decodes sequences, so
+that when one ends the next is there. Each of the n samples of a group has a ticket of its own
+(*prompt replication*).
 
 *Pause-update-resume*: a weight update happens between two engine steps. Running sequences keep
 their tokens; their KV cache is recomputed under the new weights and decoding goes on, so a sample
@@ -56,8 +58,8 @@ class Dispatcher:
     message = "tickets"  # what a worker is told to do with them
 
     def __init__(self, workers: int, places: int, fixed: int = 0):
-        """`places`: sequences that a worker's engine decodes at once; `fixed`: tickets that it has
-        at a time, if their number is not to be found here."""
+        """`places`: sequences that a worker's engine decodes at once. `fixed`: tickets that it has
+        in hand; 0: an eighth more than places, and more if those do not suffice."""
         self.queue: deque[Ticket] = deque()
         self.held: list[set[Ticket]] = [set() for _ in range(workers)]
         self.in_hand = fixed or places + max(1, places // 8)  # when one ends, the next is there
@@ -368,7 +370,6 @@ class Scheduler:
 class WorkerSpec:
     """All that a rollout process is told at its start (it is pickled: plain values only)."""
 
-    rank: int
     model: str
     settings: Settings
     limits: Limits
@@ -508,11 +509,9 @@ class Worker:
         """Another run with this engine: drop what is in progress, and hold no version."""
         for _, running in self.episodes.values():
             running.cancel()
-        task = "env", "data", "seed", "env_latency", "env_timeout", "reward_procs"
-        if any(getattr(spec.settings, x) != getattr(self.spec.settings, x) for x in task):
-            self.task.close()
-            self.task = make_task(spec.settings, spec.settings.seed)
-            self.calls.timeout = spec.settings.env_timeout
+        self.task.close()
+        self.task = make_task(spec.settings, spec.settings.seed)
+        self.calls.timeout = spec.settings.env_timeout
         self.spec, self.engine.version = spec, -1
         self.engine.temperature = spec.settings.temperature
         self.clear_results()
@@ -523,7 +522,7 @@ class Worker:
         self.stopping = True
 
     def read_messages(self, loop: asyncio.AbstractEventLoop) -> None:
-        """In a thread of its own, so that the owner's sends never wait for an engine step."""
+        """In a thread of its own, so that the scheduler's sends never wait for an engine step."""
         while True:
             try:
                 message = self.conn.recv()
@@ -532,7 +531,7 @@ class Worker:
             loop.call_soon_threadsafe(self.take, *message)
 
     def take(self, *message) -> None:
-        """A message that cannot be dealt with ends the run: the owner would wait for an answer."""
+        """What cannot be dealt with ends the run: the scheduler would wait for an answer."""
         try:
             self.on_message(*message)
         except Exception:
@@ -554,7 +553,7 @@ class Worker:
             self.finished.append(sample)  # a new list by now: looked up after the await
         except Unwanted:
             self.too_old.append(episode.ticket)
-        except Exception:  # of whatever kind: the owner counts it and decides
+        except Exception:  # of whatever kind: the scheduler counts it and decides
             self.failed.append((episode.ticket, traceback.format_exc()))
 
     def start(self, work, episodes: list[Episode]) -> None:

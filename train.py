@@ -84,15 +84,14 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
-        warmup = max(1, settings.lr_warmup)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: min(1.0, (step + 1) / warmup)
-        )
 
     def step(self, samples: list[Sample], version: int = 0) -> dict[str, float]:
         """Train on this node's part of a batch (all of it goes to every rank of the node, each
-        takes its share), in `minibatches` optimiser steps. `version` is what the trainer holds,
-        for the diagnostics by age. Returns metrics of the whole batch."""
+        takes its share), in `minibatches` optimiser steps. `version` is what the trainer holds.
+        Returns metrics of the whole batch."""
+        rise = min(1.0, (version + 1) / max(1, self.settings.lr_warmup))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.settings.learning_rate * rise
         samples, advantages, rewards = self._judge(samples)
         minibatches = self._minibatches(samples)
         self._anchor(minibatches)
@@ -100,11 +99,10 @@ class Trainer:
         for pieces in minibatches:
             sizes = self._sizes(pieces, len(samples))
             stats = [self._backward(piece, advantages, rewards, sizes) for piece in pieces]
-            loss, norm = self._update(stats, samples)
+            loss, norm = self._optimise(stats, samples)
             seen += stats
             losses.append(loss)
             norms.append(norm)
-        self.scheduler.step()
         means = {"loss": float(np.mean(losses)), "grad_norm": float(np.mean(norms))}
         with spans("diagnostics"):
             return means | update_metrics(seen, version, self.ranks)
@@ -143,7 +141,7 @@ class Trainer:
     def _anchor(self, minibatches: list[list[Piece]]) -> None:
         """Score every token under the policy as it is now, pi_prox, where that is needed: with one
         optimiser step it is the policy itself."""
-        later = len(minibatches) > 1 and self.settings.loss == "decoupled_ppo"
+        later = len(minibatches) > 1 and algos.LOSSES[self.settings.loss].proximal
         if not later and self.settings.correction == "none":
             return
         for piece in (piece for pieces in minibatches for piece in pieces):
@@ -178,7 +176,7 @@ class Trainer:
         of_sample = advantages[packed.sample], rewards[packed.sample], packed.sample
         tokens = (logp, packed.behaviour, proximal, *of_sample)  # [T] each
         tokens = algos.Tokens(*(value[keep] for value in tokens))  # [K] each
-        loss, cut = algos.LOSSES[settings.loss](tokens, settings)
+        loss, acts = algos.LOSSES[settings.loss](tokens, settings)
         weight = piece.counts * algos.token_weights(tokens.sample, *sizes, settings).to(loss)
         if piece.factor is not None:
             loss = loss * piece.factor[keep]
@@ -205,15 +203,15 @@ class Trainer:
             "weighted_loss": spread((loss * weight).detach()),
             "entropy": entropy.detach(),
             "log_ratio": (logp - packed.behaviour).detach(),
-            "clip": spread(cut),
-            "masked": 1 - spread(torch.ones_like(cut)),
-            "truncated": algos.truncated(piece.factor, packed.behaviour, settings),
+            "clip": spread(acts),
+            "masked": 1 - spread(torch.ones_like(acts)),
+            "cut": algos.corrected(piece.factor, packed.behaviour, settings),
             "advantage": of_sample[0],
             "version": packed.versions,
         }
 
     @spans("optimiser")
-    def _update(self, stats: list[dict], samples: list[Sample]) -> tuple[float, float]:
+    def _optimise(self, stats: list[dict], samples: list[Sample]) -> tuple[float, float]:
         """Clip, check, step. Returns loss and gradient norm of the minibatch."""
         norm = nn.utils.clip_grad_norm_(self.policy.parameters(), self.settings.grad_clip)
         norm = float(whole(norm))
@@ -265,8 +263,9 @@ class Run:
         self.tokenizer, self.worker_threads = start.tokenizer, start.worker_threads
         self.rows = start.rows  # of the task's, those that can be trained on
         model = start.resumed_from or start.base
-        rest = model, start.base, start.dtype, start.probe
-        self.trainer = Trainer(self.ranks, self.settings, *rest)
+        self.trainer = Trainer(
+            self.ranks, self.settings, model, start.base, start.dtype, start.probe
+        )
         if self.ranks.rank == 0:  # not before: what is refused is one line
             for note in (*notes(settings), *start.notes):
                 print(f"note: {note}", file=sys.stderr)
@@ -290,18 +289,22 @@ class Run:
         mine = settings.pick(SampleBuffer)
         mine["batch_size"] //= nodes
         mine["redundant_groups"] //= nodes
-        progress = state["cells"][self.ranks.node] if state else {}
+        progress = state["nodes"][self.ranks.node] if state else {}
         mine["penalty"] = settings.penalty
         return SampleBuffer(**mine, version=self.version, **progress)
 
     def _spec(self, start: Start) -> WorkerSpec:
         settings = self.settings
-        lengths = settings.max_tokens, settings.max_turns, settings.max_model_len
         return WorkerSpec(
-            rank=0,
             model=start.base,
             settings=settings,
-            limits=Limits(*lengths, self.buffer.max_staleness, start.stops),
+            limits=Limits(
+                max_tokens=settings.max_tokens,
+                max_turns=settings.max_turns,
+                max_model_len=settings.max_model_len,
+                max_staleness=self.buffer.max_staleness,
+                stops=start.stops,
+            ),
             dtype=start.dtype,
             # The prompts of the tiny model's single-turn tasks are shorter than a block.
             prefix_caching=self.task.max_turns > 1 or not settings.model.startswith("tiny"),
@@ -318,8 +321,9 @@ class Run:
             self.scheduler = replay.Replay(settings.replay_batches, self.version)
         elif self.ranks.local_rank == 0:
             self.workers = workers or Processes()
-            rest = self.buffer, self.ticket, dispatcher, self.spec.dtype
-            self.scheduler = Scheduler(self.workers, settings, *rest)
+            self.scheduler = Scheduler(
+                self.workers, settings, self.buffer, self.ticket, dispatcher, self.spec.dtype
+            )
             self._begin(new=workers is None)
         if not settings.replay_batches:
             each = settings.rollout_workers * settings.tensor_parallel
@@ -334,7 +338,7 @@ class Run:
     def _begin(self, new: bool) -> None:
         """Have the workers start their engines, or drop what they did for an earlier run."""
         settings, workers = self.settings, self.workers
-        specs = [replace(self.spec, rank=i) for i in range(settings.rollout_workers)]
+        specs = [self.spec] * settings.rollout_workers
         if new and self.log:
             self.log.greet()
         with spans("start"):
@@ -446,10 +450,10 @@ class Run:
     def save(self) -> None:
         """Write checkpoint-<step>. Samples in progress are not saved: they are generated again."""
         self.wait_committed()
-        cells = self.ranks.gather_nodes(self.scheduler and self.scheduler.progress())
+        nodes = self.ranks.gather_nodes(self.scheduler and self.scheduler.progress())
         directory = self.ranks.from_rank_zero(self.log and str(self.log.dir))
         batch = self.settings.batch_size, self.settings.group_size
-        progress = {"version": self.version, "wall": self.wall, "cells": cells, "batch": batch}
+        progress = {"version": self.version, "wall": self.wall, "nodes": nodes, "batch": batch}
         path = Path(directory) / f"checkpoint-{self.version}"
         checkpoint.save(path, self.trainer, self.tokenizer, progress)
 

@@ -164,7 +164,7 @@ def owner(args) -> None:
         workers.await_word("ready", 60)
         scheduler.pause(0, *nothing)
         scheduler.sent(0)
-        thread = next(t for t in threading.enumerate() if t.name == "rollout owner")
+        thread = next(t for t in threading.enumerate() if t.name == "scheduler")
         clock = time.pthread_getcpuclockid(thread.ident)
         start, begun = time.clock_gettime(clock), time.perf_counter()
         samples = 0

@@ -393,7 +393,7 @@ class SimRun:
         )
         self.buffer = SampleBuffer(**setting.buffer | {"steps": setting.steps})
         limits = Limits(load.longest, load.max_turns, 2**31, self.buffer.max_staleness)
-        spec = WorkerSpec(0, "", settings, limits, "float32", True, 0.0)
+        spec = WorkerSpec("", settings, limits, "float32", True, 0.0)
         pipes = [SimpleNamespace(send=partial(self.hear, w)) for w in range(setting.rollout_gpus)]
         self.workers = [SimWorker(pipe, spec, rates, load) for pipe in pipes]
         rest = settings, self.buffer, self.ticket, setting.dispatcher

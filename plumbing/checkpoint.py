@@ -27,8 +27,8 @@ def save(path: Path, trainer, tokenizer, progress: dict) -> None:
         temporary = path.with_name(f".{path.name}")
         model.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
-        state = {"moments": moments, "scheduler": trainer.scheduler.state_dict()}
-        torch.save(state | {"rng": torch.get_rng_state()} | progress, temporary / STATE_FILE)
+        state = {"moments": moments, "rng": torch.get_rng_state()}
+        torch.save(state | progress, temporary / STATE_FILE)
         temporary.rename(path)
 
 
@@ -42,8 +42,8 @@ def load(directory: str, nodes: int, batch: tuple[int, int]) -> tuple[dict, str]
         raise ValueError(f"--resume {directory}: no checkpoint in it")
     path = max(found, key=lambda p: int(p.name.split("-")[1]))
     state = torch.load(path / STATE_FILE, weights_only=False, map_location="cpu")
-    if len(state["cells"]) != nodes:
-        raise ValueError(f"{path} is of a run on {len(state['cells'])} nodes, not on {nodes}")
+    if len(state["nodes"]) != nodes:
+        raise ValueError(f"{path} is of a run on {len(state['nodes'])} nodes, not on {nodes}")
     if state["batch"] != batch:
         raise ValueError(
             f"{path} is of a run with batches of {state['batch'][0]} x {state['batch'][1]}"
@@ -53,15 +53,11 @@ def load(directory: str, nodes: int, batch: tuple[int, int]) -> tuple[dict, str]
 
 def restore(trainer, state: dict) -> None:
     """Put back what `save` wrote beside the model."""
-    optimizer, scheduler = trainer.optimizer, trainer.scheduler
     for p, moments in zip(trainer.policy.parameters(), state["moments"], strict=True):
-        optimizer.state[p] = {
+        trainer.optimizer.state[p] = {
             name: distribute_tensor(value.to(p.device), p.device_mesh, p.placements)
             if isinstance(p, DTensor) and value.shape == p.shape
             else value.to(p.device if value.dim() else "cpu")
             for name, value in moments.items()
         }
-    scheduler.load_state_dict(state["scheduler"])
-    for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-        group["lr"] = rate  # the scheduler sets it when it steps, not when it is loaded
     torch.set_rng_state(state["rng"])

@@ -6,12 +6,10 @@ Each function looks for one kind. It raises ValueError, in one line, for what ca
 returns notes for what a careful colleague would mention. When all is well nothing is said.
 """
 
-import sys
 from collections.abc import Iterator, Sequence
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PretrainedConfig
-from transformers import logging as transformers_logging
 
 from plumbing.chat import encode_prompt, end_of_turn, spells_special_tokens, templated
 
@@ -227,20 +225,7 @@ def notes_on_batch(row: dict, settings) -> Iterator[str]:
         yield f"{failed:.0%} of the first batch's rewards or environments failed before a retry"
 
 
-# -- helpers, and the command --------------------------------------------------------------------
-
-
 def some(names: list[str], most: int = 4) -> str:
     """A list in a line, however long it is."""
     shown = ", ".join(names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
-
-
-def quiet_transformers() -> None:
-    """What it warns of on loading is looked for here."""
-    transformers_logging.set_verbosity_error()
-
-
-def say(notes: list[str]) -> None:
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)

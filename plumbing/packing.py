@@ -117,7 +117,7 @@ def pack(samples: list[Sample], rows: list[list[int]]) -> Packed:
     n, longest = len(rows), max(row_length(samples, row) for row in rows)
     ids, positions = np.zeros((n, longest), np.int64), np.zeros((n, longest), np.int64)
     segments = np.full((n, longest), -1)
-    predictors, targets, behaviour, versions, owner = [], [], [], [], []
+    predictors, targets, behaviour, versions, sample = [], [], [], [], []
     for r, row in enumerate(rows):
         p = len(prompt_of(samples[row[0]]))
         ids[r, :p], positions[r, :p], segments[r, :p] = samples[row[0]].ids[:p], np.arange(p), 0
@@ -133,14 +133,14 @@ def pack(samples: list[Sample], rows: list[list[int]]) -> Packed:
             targets.append(tail[sampled])
             behaviour.append(samples[i].logprobs[p:][sampled])
             versions.append(samples[i].versions[p:][sampled])
-            owner.append(np.full(len(sampled), i))
+            sample.append(np.full(len(sampled), i))
             start = end
     attention = None
     if any(len(row) > 1 for row in rows):
         of, to = segments[:, None, :, None], segments[:, None, None, :]  # [N, 1, L, L]
         attention = np.tril((to == 0) | (to == of))
-    flat = (np.concatenate(part) for part in (predictors, targets, behaviour, versions, owner))
-    predictors, targets, behaviour, versions, owner = map(torch.from_numpy, flat)
+    flat = (np.concatenate(part) for part in (predictors, targets, behaviour, versions, sample))
+    predictors, targets, behaviour, versions, sample = map(torch.from_numpy, flat)
     return Packed(
         torch.from_numpy(ids),
         torch.from_numpy(positions),
@@ -149,5 +149,5 @@ def pack(samples: list[Sample], rows: list[list[int]]) -> Packed:
         targets.long(),
         behaviour,
         versions,
-        owner,
+        sample,
     )

@@ -52,7 +52,7 @@ class Processes:
         self._wake_reader, self._wake_writer = mp.Pipe(duplex=False)
         self._sending = threading.Lock()  # trainer and thread both do
         self._ending = False
-        self._thread = threading.Thread(target=self._serve, name="rollout owner", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="scheduler", daemon=True)
 
     @property
     def count(self) -> int:
@@ -139,7 +139,7 @@ class Processes:
         except RolloutError as error:
             self._fail(error)
         except Exception as error:  # a bug in here must reach the trainer, not die in a thread
-            self._fail(RolloutError(f"owner thread: {error!r}", traceback.format_exc()))
+            self._fail(RolloutError(f"scheduler thread: {error!r}", traceback.format_exc()))
 
     def _fail(self, error: RolloutError) -> None:
         with self.changed:

@@ -55,14 +55,9 @@ class Replay:
     def pause(self, version: int, *_) -> None:
         self.version = version
 
-    def check(self, within: float = 0.0) -> None:
-        """Nobody can be gone."""
-
     def sent(self, checksum: int) -> None: ...
 
     def wait_committed(self) -> None: ...
-
-    def close(self) -> None: ...
 
     def news(self) -> dict:
         return {"counts": Counter(), "dropped": Counter(), "dropped_prompts": []}

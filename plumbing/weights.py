@@ -146,14 +146,14 @@ class Sender:
         wire_dtype = str(dtype).removeprefix("torch.")
         self.manifest = Manifest(list(named), shapes, wire_dtype, bucket_mb * 2**20)
 
-    def connect(self, workers, workers_a_node: int, timeout: float) -> None:
+    def connect(self, workers, ranks_a_node: int, timeout: float) -> None:
         """Join trainer rank 0 and every rollout rank of every node in one process group. `workers`:
         this node's `Processes`; None, except on local rank 0."""
         ranks, store = self.ranks, None
         if workers is not None and workers.weight_group is not None:
             self.group = workers.weight_group  # they serve another run already
             return
-        wire, world = None, 1 + ranks.nodes * workers_a_node
+        wire, world = None, 1 + ranks.nodes * ranks_a_node
         if ranks.rank == 0:
             one = ranks.nodes == 1
             host = "127.0.0.1" if one else socket.gethostbyname(socket.gethostname())
@@ -161,8 +161,8 @@ class Sender:
             wire = Wire(host, store.port, 1, world, ranks.wire, timeout)
         wire = ranks.from_rank_zero(wire)
         if workers is not None:
-            first = 1 + ranks.node * workers_a_node
-            each = workers_a_node // workers.count
+            first = 1 + ranks.node * ranks_a_node
+            each = ranks_a_node // workers.count
             for worker in range(workers.count):
                 place = replace(wire, first_rank=first + worker * each)
                 workers.send(worker, "join", asdict(place))
@@ -196,6 +196,6 @@ class Sender:
             time.sleep(1e-4)
         try:
             work.wait()
-        except RuntimeError:  # a receiver is gone: its owner is about to know which, and why
+        except RuntimeError:  # a receiver is gone: `alive` is about to know which, and why
             alive(within=6.0)
             raise

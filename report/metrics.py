@@ -43,7 +43,7 @@ def update_metrics(stats: list[dict], version: int, ranks: Ranks) -> dict[str, f
         "ratio_ess": ratio_mean**2 / max(second_moment, 1e-12),  # effective sample size, share
         "clip_frac": mean(tokens["clip"]),
         "masked_frac": mean(tokens["masked"]),
-        "truncated_frac": mean(tokens["truncated"]),
+        "cut_frac": mean(tokens["cut"]),
         "kl_behaviour": mean(ratio - 1 - log_ratio),  # KL(pi_b || pi), "k3"
         "advantage_std": math.sqrt(mean(tokens["advantage"].square())),
         "advantage_max": most(tokens["advantage"].abs()),

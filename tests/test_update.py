@@ -255,7 +255,7 @@ def slow_step(path, samples, settings, reference=None):
         "ratio_ess": ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum()),
         "clip_frac": clips.mean(),
         "masked_frac": masked.mean(),
-        "truncated_frac": truncated.mean(),
+        "cut_frac": truncated.mean(),
         "kl_behaviour": (ratio - 1 - log_ratio).mean(),
         "advantage_std": (advantage**2).mean().sqrt(),
         "advantage_max": advantage.abs().max(),
@@ -335,7 +335,7 @@ def test_step_equals_a_loop_over_samples_without_padding(ranks, model, other_mod
     unbounded = settings.loss in ("pg", "kimi") or settings.correction == "token_mask"
     assert metrics["clip_frac"] > 0.05 or unbounded
     assert (metrics["masked_frac"] > 0.1) == settings.correction.endswith("mask")
-    assert (metrics["truncated_frac"] > 0.01) == settings.correction.endswith("truncate")
+    assert (metrics["cut_frac"] > 0.01) == settings.correction.endswith("truncate")
     assert sorted(metrics["abs_log_ratio_by_age"]) == ["0", "1", "3", "4"]
 
 
@@ -514,8 +514,8 @@ def test_weights_that_are_not_finite_any_more_are_named_before_they_are_sent(ran
 
 def test_learning_rate_rises_linearly_over_the_warm_up(ranks, model):
     trainer = make_trainer(ranks, model, learning_rate=0.01, lr_warmup=4, minibatches=2, loss="pg")
-    for _ in range(6):
-        trainer.step(make_samples(model))
+    for version in range(6):
+        trainer.step(make_samples(model), version)
     rates = [0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01]
     assert trainer.rates == pytest.approx([rate for rate in rates for _ in range(2)])
 
@@ -533,12 +533,12 @@ def test_score_is_the_raw_logprob_of_every_token_after_the_first(ranks, model):
 def test_a_restored_trainer_goes_on_as_if_never_stopped(ranks, model, tmp_path):
     batches = [make_samples(model, seed) for seed in range(4)]
     straight = make_trainer(ranks, model, lr_warmup=3)
-    for batch in batches:
-        straight.step(batch)
+    for version, batch in enumerate(batches):
+        straight.step(batch, version)
 
     stopped = make_trainer(ranks, model, lr_warmup=3)
-    for batch in batches[:2]:
-        stopped.step(batch)
+    for version, batch in enumerate(batches[:2]):
+        stopped.step(batch, version)
     path = tmp_path / "checkpoint-2"
     checkpoint.save(path, stopped, models.byte_tokenizer(), {"version": 2})
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-2"]  # no temporary one beside it
@@ -547,8 +547,8 @@ def test_a_restored_trainer_goes_on_as_if_never_stopped(ranks, model, tmp_path):
     state = torch.load(path / checkpoint.STATE_FILE, weights_only=False)
     assert state["version"] == 2
     checkpoint.restore(again, state)
-    for batch in batches[2:]:
-        again.step(batch)
+    for version, batch in enumerate(batches[2:], 2):
+        again.step(batch, version)
     assert_same(weights(again), weights(straight), 1e-7)
 
 

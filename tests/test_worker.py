@@ -98,7 +98,7 @@ def serving(tmp_path, monkeypatch, request):
     mine, theirs = mp.Pipe()
     OPEN.append(mine)  # a worker whose pipe ends kills its process group: here, the tests
     settings = Settings(max_num_seqs=8, env=f"{path}:Slow", env_timeout=7200)
-    spec = WorkerSpec(0, "", settings, Limits(9, 9, 200, 1), "float32", True, 0.0)
+    spec = WorkerSpec("", settings, Limits(9, 9, 200, 1), "float32", True, 0.0)
     worker = getattr(request, "param", Worker)(theirs, spec)
     worker.sent_at = math.inf  # no sign of life: what is counted stays where a test can see it
     loops = []

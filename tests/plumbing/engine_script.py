@@ -40,7 +40,7 @@ class Driver:
     def __init__(self, models: list, path: str, ranks: int):
         settings = Settings(max_num_seqs=16, tensor_parallel=ranks)
         spec = WorkerSpec(
-            rank=0, model=path, settings=settings, limits=Limits(40, 1, 128), dtype="float32",
+            model=path, settings=settings, limits=Limits(40, 1, 128), dtype="float32",
             prefix_caching=True, gpu_share=0.0,
         )  # fmt: skip
         self.models, self.sums = models, []

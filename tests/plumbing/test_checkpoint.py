@@ -10,7 +10,7 @@ BATCH = (4, 2)  # groups, and samples of each
 
 def write_checkpoint(path, **state):
     path.mkdir(parents=True)
-    torch.save({"cells": [{}], "batch": BATCH} | state, path / STATE_FILE)
+    torch.save({"nodes": [{}], "batch": BATCH} | state, path / STATE_FILE)
 
 
 def test_the_last_finished_checkpoint_is_resumed_from(tmp_path):
@@ -23,7 +23,7 @@ def test_the_last_finished_checkpoint_is_resumed_from(tmp_path):
 
 
 def test_a_checkpoint_of_another_number_of_nodes_is_refused(tmp_path):
-    write_checkpoint(tmp_path / "checkpoint-1", cells=[{}, {}])
+    write_checkpoint(tmp_path / "checkpoint-1", nodes=[{}, {}])
     with pytest.raises(ValueError, match="on 2 nodes, not on 1"):
         load(str(tmp_path), 1, BATCH)
 

@@ -195,6 +195,7 @@ def test_a_directory_or_a_hub_name_is_taken_as_it_is(task, tiny, tmp_path, monke
         models.resolve_model("empty", task, "addition")
     assert models.resolve_model(tiny, task, "addition") == tiny
     hub = "Qwen/Qwen2.5-0.5B-Instruct"
+    monkeypatch.setattr(models.constants, "HF_HUB_OFFLINE", True)
     assert models.resolve_model(hub, task, "addition") == hub
 
 

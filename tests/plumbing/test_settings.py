@@ -93,7 +93,7 @@ def refused(capfd, tmp_path):
         ("--alpha nan", "--alpha must be 0 or more"),
         ("--alpha", "--alpha: expected one argument"),
         ("--mode foo", "--mode is one of sync, async (got foo)"),
-        ("--loss foo", "--loss is one of pg, ppo"),
+        ("--loss foo", "--loss is one of ppo, pg"),
         ("--advantage foo", "--advantage is one of grpo"),
         ("--on_update foo", "--on_update"),
         ("--steps 0", "--steps must be above 0"),
