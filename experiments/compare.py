@@ -1,9 +1,9 @@
 """Asynchronous against synchronous training, on the same cores or GPUs.
 
-    python -m experiments.compare                             all tasks: about an hour on two cores
-    python -m experiments.compare grid --repeats 5 --env_latency 0.3,0.3
-    python -m experiments.compare rlvr --reward_steps 100     and reward against wall time
-    python -m experiments.compare --sweep                     at which lengths and latencies it pays
+    bash launch.sh compare                             all tasks: about an hour on two cores
+    bash launch.sh compare grid --repeats 5 --env_latency 0.3,0.3
+    bash launch.sh compare rlvr --reward_steps 100     and reward against wall time
+    bash launch.sh compare --sweep                     at which lengths and latencies it pays
 
 Every arm has the whole machine. *Naive* sync is what the paper compares with, as far as is known:
 the batch is split over the workers beforehand, environments run in step, rewards after everything.

@@ -1,15 +1,17 @@
-"""What a step costs as work grows, and what the owner's thread and a publish cost.
+"""What a step costs as work grows, and what the scheduler's thread and a publish cost.
 
-    python -m experiments.cost scaling               step time against batch, group, length, workers
-    python -m experiments.cost owner                 CPU time of the owner's thread, a sample
-    python -m experiments.cost publish RUN_DIR...    a publish and its share of the step, of runs
-    python -m experiments.cost memory                log-probabilities of a large vocabulary
+    P="$PWD/.venv/bin/python -m experiments.cost"
+    $P scaling               step time against batch, group, length, workers
+    $P scheduler             CPU time of the scheduler's thread, a sample
+    $P publish RUN_DIR...    a publish and its share of the step, of runs
+    $P memory                log-probabilities of a large vocabulary
 
 `scaling` trains the model tiny at alpha 1 on sums followed by dots (`compare.LongAnswer`), 16 x 8
-samples of median length 16 and one worker, and varies one of these at a time. `owner` replaces the
-workers by processes that answer at once with samples of 1,000 tokens: the thread then does all that
-it does in a run, receiving included, and nothing else limits it. `memory` is the largest resident
-size of a process that computes log-probabilities and their gradient, less what it had before.
+samples of median length 16 and one worker, and varies one of these at a time. `scheduler` replaces
+the workers by processes that answer at once with samples of 1,000 tokens: the thread then does all
+that it does in a run, receiving included, and nothing else limits it. `memory` is the largest
+resident size of a process that computes log-probabilities and their gradient, less what it had
+before.
 """
 
 import os
@@ -42,7 +44,7 @@ from plumbing.weights import Manifest
 from report.rows import read_rows
 from rollout import Scheduler
 
-TOKENS = 1000  # of a sample of `owner`
+TOKENS = 1000  # of a sample of `scheduler`
 
 # -- step time as work grows ---------------------------------------------------------------------
 
@@ -116,7 +118,7 @@ def draw(found: dict[str, list[tuple[float, float]]], target: Path) -> None:
     print(finish(figure, axes, target))
 
 
-# -- the owner's thread --------------------------------------------------------------------------
+# -- the scheduler's thread ----------------------------------------------------------------------
 
 
 def answer_at_once(conn, spec: None) -> None:
@@ -150,8 +152,8 @@ def answer_at_once(conn, spec: None) -> None:
             return
 
 
-def owner(args) -> None:
-    """Print CPU seconds of the owner's thread for 1,000 samples, that is its share of a core at
+def scheduler_thread(args) -> None:
+    """Print CPU seconds of the scheduler's thread for 1,000 samples, that is its share of a core at
     1,000 samples a second."""
     sizes = {"steps": args.steps, "batch_size": 64, "group_size": 8, "alpha": 2.0}
     settings = Settings(**sizes, rollout_workers=2, max_num_seqs=256)
@@ -178,7 +180,7 @@ def owner(args) -> None:
         workers.close()
     print(
         f"{samples} samples of {TOKENS} tokens in {seconds:.1f} s ({samples / seconds:.0f} a "
-        f"second): the owner's thread took {spent:.2f} s of CPU, so at 1,000 samples a second "
+        f"second): the scheduler's thread took {spent:.2f} s of CPU, so at 1,000 samples a second "
         f"{1000 * spent / samples:.1%} of a core"
     )
 
@@ -243,7 +245,7 @@ def main() -> int:
     command.add_argument("--repeats", type=int, default=3)
     command.add_argument("--steps", type=int, default=6, help="timed steps a run")
     command.add_argument("--figure", type=Path, default=Path("scaling.png"))
-    command = commands.add_parser("owner", help="CPU time of the owner's thread")
+    command = commands.add_parser("scheduler", help="CPU time of the scheduler's thread")
     command.add_argument("--steps", type=int, default=40, help="batches of 64 x 8 samples")
     command = commands.add_parser("publish", help="share of the publish in finished runs")
     command.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
@@ -251,7 +253,12 @@ def main() -> int:
     command.add_argument("--tokens", type=int, default=4096)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    command = {"scaling": scaling, "owner": owner, "publish": publish, "memory": memory}
+    command = {
+        "scaling": scaling,
+        "scheduler": scheduler_thread,
+        "publish": publish,
+        "memory": memory,
+    }
     return command[args.command](args) or 0
 
 

@@ -1,8 +1,8 @@
 """What each scheduling mechanism is worth here, against the naive form that it replaces.
 
-    python -m experiments.mechanisms                    all of them: about half an hour on two cores
-    python -m experiments.mechanisms envs redundancy    some of them
-    python -m experiments.mechanisms --repeats 7        more pairs
+    bash launch.sh mechanisms                    all of them: about half an hour on two cores
+    bash launch.sh mechanisms envs redundancy    some of them
+    bash launch.sh mechanisms --repeats 7        more pairs
 
 Every row of the table is a pair of arms that differ in one thing: the same model, the same engines
 (two rollout processes, kept alive throughout), the same seeds and so the same tokens. Weights are

@@ -1,7 +1,7 @@
 """Does asynchronous training end as good as synchronous training, from as many samples?
 
-    python -m experiments.parity --env grid --steps 80 --batch_size 16 --alphas 0,1,2 --seeds 3
-    python -m experiments.parity --env addition --losses ppo,tis --alphas 0,1,4 --seeds 4
+    bash launch.sh parity --env grid --steps 80 --batch_size 16 --alphas 0,1,2 --seeds 3
+    bash launch.sh parity --env addition --losses ppo,tis --alphas 0,1,4 --seeds 4
 
 Trains every combination of loss, alpha and seed (alpha 0 is synchronous training) and prints the
 held-out solve rate at the end, and the difference to synchronous training with the same loss and

@@ -1,7 +1,7 @@
 """The trainer ranks: where this one stands, and what it says to the others.
 
-A node is a cell: its local rank 0 owns the rollout processes and the buffer of that node, and only
-the collectives below cross nodes. With one rank on a CPU none of this does anything.
+The local rank 0 of each node has the rollout processes and the buffer of that node; only the
+collectives below cross nodes. With one rank on a CPU none of this does anything.
 """
 
 import os

@@ -1,6 +1,6 @@
 """What a run's times speak for: which split of the machine, and which asynchronous ratio.
 
-    python -m report.advice RUN_DIR
+    .venv/bin/python -m report.advice RUN_DIR
 """
 
 import argparse

@@ -15,8 +15,8 @@ def cost(*args: str) -> str:
     ).stdout
 
 
-def test_the_owners_thread_takes_at_most_a_tenth_of_a_core_at_a_thousand_samples_a_second():
-    shown = cost("owner", "--steps", "20")
+def test_the_schedulers_thread_takes_at_most_a_tenth_of_a_core_at_a_thousand_samples_a_second():
+    shown = cost("scheduler", "--steps", "20")
     assert shown.startswith("10240 samples of 1000 tokens")
     assert float(re.search(r"samples a second ([\d.]+)% of a core", shown)[1]) < 10
 
