@@ -558,7 +558,7 @@ def test_a_restored_trainer_goes_on_as_if_never_stopped(ranks, model, tmp_path):
 def take_steps(ranks, path, case, batches, stop=None):
     """Train on each batch, of which a node of several gets its share of the groups. With a path as
     `stop`, the run is saved there before the last one, and resumed."""
-    chosen = CASES[case] | BOUNDS | {"micro_tokens": 60, "grad_clip": 0.5, "lr_warmup": 5}
+    chosen = CASES[case] | BOUNDS | {"micro_tokens": 60, "grad_clip": 0.5, "lr_warmup": 4 * VERSION}
     trainer = make_trainer(ranks, path, **chosen)
     metrics = []
     for number, samples in enumerate(batches, 1):
