@@ -344,4 +344,4 @@ def parse(argv: list[str], program: str = "train.py") -> Settings:
 
 
 if __name__ == "__main__":
-    parse(sys.argv[1:])  # launch.sh asks before it starts torchrun, which would hide the one line
+    parse(sys.argv[1:])  # launch.sh asks before it starts ranks on several machines

@@ -31,7 +31,7 @@ from plumbing.checks import (
 from plumbing.models import PRESETS, byte_tokenizer, one_line_if_broken, resolve_model
 from plumbing.packages import require
 from plumbing.ranks import Ranks, cores, cpu_threads
-from plumbing.settings import Settings
+from plumbing.settings import Settings, parse
 from tasks.find import make_task
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # one of them
@@ -201,3 +201,18 @@ def probe_ids(settings: Settings, task: Task, tokenizer) -> list[int]:
     prompt = encode_prompt(task, task.first_text(task.train[0]), tokenizer)[:32]
     noise = np.random.default_rng(0).integers(len(tokenizer), size=32).tolist()
     return [*prompt, *noise][: settings.max_model_len - 1]
+
+
+def main() -> int:
+    """Refuse in one process and one line what ranks under torchrun would each refuse."""
+    settings = parse(sys.argv[1:])
+    try:
+        prepare(settings).task.close()
+    except ValueError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())  # launch.sh asks before it starts several ranks
