@@ -137,6 +137,12 @@ def test_a_response_cut_by_its_limit_is_truncated():
     assert play(Parrot(Settings()), engine, ticket(prompt=0), Limits(1, 1, 64)).truncated is True
 
 
+def test_a_turn_ends_at_what_model_and_template_declare_too():
+    engine = Scripted([70, 71])
+    play(Parrot(Settings()), engine, ticket(prompt=0), Limits(9, 1, 64, stops=(EOS, 65, 66)))
+    assert engine.asked[0].stop_ids == [EOS, *ids_of("\n"), 65, 66]
+
+
 # -- several turns ---------------------------------------------------------------------------------
 
 
