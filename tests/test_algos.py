@@ -132,6 +132,8 @@ def test_reinforce_pp_compares_over_the_whole_batch():
     assert advantage.sign().tolist() == [[-1.0, -1.0], [1.0, 1.0]]
     one_a_prompt = advantage_of("reinforce_pp", torch.tensor([[0.0], [1.0], [2.0]]))
     torch.testing.assert_close(one_a_prompt, torch.tensor([[-1.0], [0.0], [1.0]]))
+    of_samples = advantage_of("reinforce_pp", torch.tensor([[1.0, 0.0]]))  # whatever their lengths
+    torch.testing.assert_close(of_samples, torch.tensor([[0.5**0.5, -(0.5**0.5)]]))
 
 
 @pytest.mark.parametrize(

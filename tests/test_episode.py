@@ -254,6 +254,20 @@ def test_the_samples_of_a_group_play_the_same_seed_and_evaluation_others():
 # -- limits ----------------------------------------------------------------------------------------
 
 
+def test_an_environment_may_say_itself_whether_an_episode_is_solved():
+    class Says(Counting):
+        def step(self, action):
+            *rest, info = super().step(action)
+            return *rest, info | self.says
+
+    for says, solved in (({}, False), ({"success": None}, False), ({"success": True}, True)):
+        Says.says = says
+        assert play(games(Says), Scripted(ids_of("end"))).solved is solved
+    Says.says = {"success": False}
+    assert play(games(Says), Scripted(ids_of("1"))).reward == 5  # a point a turn
+    assert play(games(Says), Scripted(ids_of("1"))).solved is False
+
+
 def test_the_limit_on_turns_ends_an_episode_as_truncated():
     sample = play(games(), Scripted(ids_of("1")), limits=WIDE._replace(max_turns=3))
     assert len(sample.turns) == 3 and sample.truncated and sample.reward == 3.0
