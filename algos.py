@@ -361,7 +361,8 @@ def sequence_mean_weights(lengths: Tensor, tokens: float, samples: float, settin
     constant_length=flag(0, "tokens to divide by; 0: the limit of an episode", least=0),
 )  # fmt: skip
 def constant_weights(lengths: Tensor, tokens: float, samples: float, settings) -> Tensor:
-    """1 / (samples of the batch x a fixed length) (Dr. GRPO, arXiv 2503.20783)."""
+    """1 / (samples of the batch x a fixed length) (Dr. GRPO, arXiv 2503.20783). Samples without a
+    trained token are not counted: those that --truncated mask leaves out make no step smaller."""
     return torch.full_like(lengths, 1.0 / (max(samples, 1.0) * settings.constant_length))
 
 

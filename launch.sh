@@ -184,8 +184,10 @@ if ! ready; then
   exec 9>&-  # the program must not hold the lock
 fi
 if [[ -n ${NPROC-}${TORCHRUN_ARGS-} && ${script-} == train.py && -f plumbing/settings.py ]]; then
-  # torchrun would say a wrong flag once for every rank, and end with 1 and a traceback of its own
-  "$PWD/.venv/bin/python" -m plumbing.settings "$@" || exit $?
+  # torchrun would say what is wrong once for every rank, and end with 1 and a traceback of its own. What depends on
+  # flags alone can be told for any number of machines, data and model for this one.
+  first=plumbing.start; [[ ! ${TORCHRUN_ARGS-} ]] || first=plumbing.settings
+  "$PWD/.venv/bin/python" -m $first "$@" || exit $?
 fi
 export PATH="$PWD/.venv/bin:$PATH"  # vLLM calls tools (ninja) that lie there
 exec "$PWD/.venv/bin/python" "${cmd[@]}"  # exec: signals and the exit code pass straight through

@@ -220,8 +220,9 @@ class Trainer:
         drift = self.ranks.sum(float(sum(part["log_ratio"].sum() for part in stats)))
         if not all(map(math.isfinite, (loss, norm, drift))):
             raise NonFiniteError(f"loss {loss}, gradient norm {norm}", samples)
-        if norm:  # without a signal Adam's momentum would still move the weights
-            self.optimizer.step()
+        if not norm:  # without a signal Adam's momentum would still move the weights
+            self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss, norm
 
@@ -261,7 +262,7 @@ class Run:
         start: Start = prepare(settings)
         self.settings, self.ranks, self.task = start.settings, start.ranks, start.task
         self.tokenizer, self.worker_threads = start.tokenizer, start.worker_threads
-        self.rows = start.rows  # of the task's, those that can be trained on
+        self.rows, self.held_out = start.rows, start.held_out  # those of the task's that are used
         model = start.resumed_from or start.base
         self.trainer = Trainer(
             self.ranks, self.settings, model, start.base, start.dtype, start.probe
@@ -430,12 +431,11 @@ class Run:
     def evaluate(self) -> None:
         """Score held-out prompts under the version just published, one sample each."""
         start, ranks = time.perf_counter(), self.ranks
-        count = min(self.settings.eval_prompts, len(self.task.test))
         samples: list[Sample] = []
         if self.scheduler:
             tickets = [
                 Ticket(-1, 0, i, derive_seed(self.settings.seed, 2**32, i), eval=True)
-                for i in range(ranks.node, count, ranks.nodes)
+                for i in self.held_out[ranks.node :: ranks.nodes]
             ]
             samples = self.scheduler.evaluate(tickets, self.settings.batch_timeout)
             self.scheduler.counts.clear()  # not part of the next step's

@@ -206,7 +206,7 @@ def publish(args) -> None:
         print(
             f"{run.name}: {config['mode']}, {sum(map(math.prod, shapes)) / 1e6:.1f} M parameters; "
             f"trainer {sent:.3f} s, worker: receive and load {load:.3f} s, probe {probe:.3f} s, "
-            f"commit {commit:.3f} s; a step takes {step:.2f} s, of which the publish is "
+            f"commit {commit:.3f} s; the median step takes {step:.2f} s, of which the publish is "
             f"{sent / step:.1%} in the trainer, {(load + probe + commit) / step:.1%} in the worker"
         )
 

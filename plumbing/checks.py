@@ -14,7 +14,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, Pretrain
 from plumbing.chat import encode_prompt, end_of_turn, spells_special_tokens, templated
 
 MOST_BAD_GOLDS = 0.05  # share of rows; with more of them the data is not what was meant
-ALL_ROWS = 20_000  # of larger data sets only the rows that the run can reach are looked at
+ALL_ROWS = 20_000  # of larger data sets only the first are looked through for special tokens
+SPARE = 8  # tokens that a tokenizer may add to the bytes of a prompt
 
 
 # -- the model -----------------------------------------------------------------------------------
@@ -102,7 +103,8 @@ def notes_on_prompts(task, tokenizer) -> Iterator[str]:
     if are_there(task.train):
         texts = (task.first_text(row) for row in task.train[:ALL_ROWS])
         if count := sum(spells_special_tokens(text, tokenizer) for text in texts):
-            yield f"{count} prompts spell special tokens of the model; they are kept as text"
+            of = f" of the first {ALL_ROWS:,}" if len(task.train) > ALL_ROWS else ""
+            yield f"{count} prompts{of} spell special tokens of the model; they are kept as text"
 
 
 def are_there(rows) -> bool:
@@ -116,40 +118,35 @@ def where(rows, i: int) -> str:
     return rows.where(i) if hasattr(rows, "where") else f"row {i}"
 
 
-def usable_rows(settings, task, tokenizer, places: list[int]) -> tuple[Sequence[int], list[str]]:
-    """Which rows of `task.train` can be trained on, and notes on the others. `places`: those that
-    the run reaches, of a data set too large to look at all. Raises ValueError for prompts that do
-    not fit, and where many gold answers can never be met."""
-    train, notes = task.train, []
+def usable_rows(settings, task, tokenizer) -> tuple[Sequence[int], Sequence[int], list[str]]:
+    """Which rows of `task.train` can be trained on and which of `task.test` are evaluated on, and
+    notes on the others. Raises ValueError for prompts that do not fit, and where many gold answers
+    can never be met."""
+    train, held_out, notes = task.train, range(min(settings.eval_prompts, len(task.test))), []
     if not are_there(train):
-        refuse_long_prompts(settings, task, tokenizer, [("row 0", train[0])])
-        return range(len(train)), notes
+        long_prompts(settings, task, tokenizer, train, range(1), notes)
+        return range(len(train)), held_out, notes
     notes += notes_on_duplicates(task)
-    numbers = range(len(train)) if len(train) <= ALL_ROWS else sorted(set(places))
-    held_out = [(where(task.test, i), row) for i, row in
-                enumerate(task.test[: settings.eval_prompts])]  # fmt: skip
-    refuse_long_prompts(settings, task, tokenizer, held_out)
-    named = [(where(train, i), train[i]) for i in numbers]
-    left_out: set[int] = set()
-    if settings.long_prompts == "drop":
-        fits = [not too_long(settings, task, tokenizer, *row) for row in named]
-        left_out = {i for i, fine in zip(numbers, fits, strict=True) if not fine}
-        if left_out:
-            lines = some([where(train, i) for i in sorted(left_out)])
-            notes.append(f"{len(left_out)} prompts are too long and left out ({lines})")
-    else:
-        refuse_long_prompts(settings, task, tokenizer, named)
-    bad = task.check_golds(train) if hasattr(task, "check_golds") else []
-    if len(bad) > MOST_BAD_GOLDS * len(train):
-        raise ValueError(f"{len(bad)} of {len(train)} gold answers can never be met: {bad[0].why}")
+    kept = []
+    for rows, numbers in ((train, range(len(train))), (task.test, held_out)):
+        left_out = long_prompts(settings, task, tokenizer, rows, numbers, notes)
+        left_out |= bad_golds(task, rows, notes)
+        kept.append([i for i in numbers if i not in left_out] if left_out else numbers)
+        if not kept[-1]:
+            raise ValueError("every prompt is too long, or has a gold answer that can never be met")
+    return *kept, notes
+
+
+def bad_golds(task, rows, notes: list[str]) -> set[int]:
+    """The rows with gold answers that can never be met, which are noted. Raises ValueError if there
+    are too many of them for the data to be what was meant."""
+    bad, looked = task.check_golds(rows) if hasattr(task, "check_golds") else ([], 0)
+    if len(bad) > MOST_BAD_GOLDS * looked:
+        raise ValueError(f"{len(bad)} of {looked} gold answers can never be met: {bad[0].why}")
     if bad:
         notes.append(f"{len(bad)} rows have gold answers that can never be met, and are left out: "
                      + some([row.why for row in bad], 2))  # fmt: skip
-    left_out |= {row.row for row in bad}
-    rows = [i for i in range(len(train)) if i not in left_out] if left_out else range(len(train))
-    if not rows:
-        raise ValueError("every prompt is too long, or has a gold answer that can never be met")
-    return rows, notes
+    return {row.row for row in bad}
 
 
 def notes_on_duplicates(task) -> list[str]:
@@ -174,34 +171,35 @@ def notes_on_duplicates(task) -> list[str]:
     return notes
 
 
-def too_long(settings, task, tokenizer, where: str, row) -> int:
-    """How many tokens a prompt has, if it leaves no room for a response; else 0."""
-    text = task.first_text(row)
-    refuse_no_text(where, text)
-    length = len(encode_prompt(task, text, tokenizer))
-    return length if length > settings.max_model_len - settings.max_tokens else 0
-
-
-def refuse_long_prompts(settings, task, tokenizer, rows: list[tuple[str, object]]) -> None:
-    """Raise ValueError if one of these (name, row) leaves no room for a response; names them."""
-    found = [(name, too_long(settings, task, tokenizer, name, row), row) for name, row in rows]
-    wrong = [item for item in found if item[1]]
-    if wrong:
-        _, length, row = wrong[0]
-        which = f" ({len(wrong)} such prompts: {some([name for name, *_ in wrong])})"
+def long_prompts(settings, task, tokenizer, rows, numbers, notes: list[str]) -> set[int]:
+    """Those of the rows so numbered whose prompts leave no room for a response. Raises ValueError
+    for them, unless --long_prompts says that they are left out, which is noted; and for a prompt
+    that is no text."""
+    room = settings.max_model_len - settings.max_tokens
+    # No token is less than a byte, so most prompts fit without being tokenised.
+    surely = room - len(encode_prompt(task, "-", tokenizer)) - SPARE
+    found: dict[int, int] = {}  # row -> tokens
+    for i in numbers:
+        text = task.first_text(rows[i])
+        try:
+            size = len(text.encode())
+        except (AttributeError, UnicodeEncodeError) as error:
+            raise ValueError(f"{where(rows, i)}: its prompt is no text: {text!r:.80}") from error
+        if size > surely and (length := len(encode_prompt(task, text, tokenizer))) > room:
+            found[i] = length
+    if not found:
+        return set()
+    names = some([where(rows, i) for i in found])
+    if settings.long_prompts == "refuse" or not are_there(rows):
+        first, length = next(iter(found.items()))
+        which = f" ({len(found)} such prompts: {names})" if are_there(rows) else ""
         raise ValueError(
             f"a prompt of {length} tokens and a response of --max_tokens {settings.max_tokens} do "
             f"not fit into --max_model_len {settings.max_model_len}: "
-            f"{task.first_text(row)[:50]!r}..." + which * (len(rows) > 1)
+            f"{task.first_text(rows[first])[:50]!r}...{which}"
         )
-
-
-def refuse_no_text(where: str, text) -> None:
-    """Raise ValueError for a prompt that is no text, or has half of a surrogate pair in it."""
-    try:
-        text.encode()
-    except (AttributeError, UnicodeEncodeError) as error:
-        raise ValueError(f"{where}: its prompt is no text: {text!r:.80}") from error
+    notes.append(f"{len(found)} prompts are too long and left out ({names})")
+    return set(found)
 
 
 # -- the first batch -----------------------------------------------------------------------------

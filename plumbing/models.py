@@ -15,8 +15,6 @@ import random
 import re
 import sys
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +28,7 @@ from tqdm import tqdm
 
 from envs import Task
 from plumbing.chat import encode_prompt, encode_reply
-from plumbing.packages import require
+from plumbing.packages import require, silence_of_hub
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "models"
 
@@ -117,20 +115,15 @@ def one_line_if_broken(model: str):
 
 
 def refuse_unknown_hub_name(name: str) -> None:
-    """Raise ValueError for a model that is not on this machine while the hub does not answer, soon
-    and in one line: the libraries would try for half a minute."""
+    """Raise ValueError, soon and in one line, for a model that is not on this machine while the hub
+    does not answer."""
     if isinstance(try_to_load_from_cache(name, "config.json"), str) or constants.HF_HUB_OFFLINE:
         return
-    try:
-        with urllib.request.urlopen(constants.ENDPOINT, timeout=5):
-            pass
-    except urllib.error.HTTPError:
-        return  # it answers
-    except OSError as error:
+    if why := silence_of_hub():
         raise ValueError(
             f"model {name} is no directory and not in the cache, and the hub does not answer "
-            f"({error})"
-        ) from error
+            f"({why})"
+        )
 
 
 def cached(target: Path, make: Callable[[Path], None]) -> str:

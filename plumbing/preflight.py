@@ -29,7 +29,7 @@ def main() -> int:
         print(f"note: {note}", file=sys.stderr)
     task, complete = start.task, start.settings
     print(
-        f"{complete.model} on {complete.env}: {len(task.train):,} rows to train on, "
+        f"{complete.model} on {complete.env}: {len(start.rows):,} rows to train on, "
         f"{len(task.test):,} held out, up to {complete.max_tokens} tokens a turn, a turn ends at "
         f"{', '.join(map(repr, start.tokenizer.convert_ids_to_tokens(start.turn_ends)))}; "
         f"{'nothing' if not said else 'nothing but the above'} to say against it"

@@ -242,7 +242,17 @@ def check(settings: Settings) -> None:
             raise ValueError(why)
 
 
+def reads_math(env: str) -> bool:
+    return env in ("gsm8k", "math") or ".py:" in env
+
+
 NEEDS = (  # flags that do nothing unless another one has a value like this
+    ("alpha", "mode", lambda value: value == "async"),
+    ("on_update", "mode", lambda value: value == "async"),
+    ("eval_prompts", "eval_every", bool),
+    ("question_key", "env", reads_math),
+    ("answer_key", "env", reads_math),
+    ("reward_procs", "env", reads_math),
     ("correction_low", "correction", lambda value: value.endswith("mask")),
     ("correction_high", "correction", lambda value: value != "none"),
     ("truncated_penalty", "truncated", lambda value: value == "penalise"),
@@ -344,4 +354,4 @@ def parse(argv: list[str], program: str = "train.py") -> Settings:
 
 
 if __name__ == "__main__":
-    parse(sys.argv[1:])  # launch.sh asks before it starts torchrun, which would hide the one line
+    parse(sys.argv[1:])  # launch.sh asks before it starts ranks on several machines

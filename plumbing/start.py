@@ -17,7 +17,7 @@ import torch
 from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer
 
-from envs import Task, prompt_order
+from envs import Task
 from plumbing import checkpoint, replay
 from plumbing.chat import encode_prompt, stop_ids
 from plumbing.checks import (
@@ -31,7 +31,7 @@ from plumbing.checks import (
 from plumbing.models import PRESETS, byte_tokenizer, one_line_if_broken, resolve_model
 from plumbing.packages import require
 from plumbing.ranks import Ranks, cores, cpu_threads
-from plumbing.settings import Settings
+from plumbing.settings import Settings, parse
 from tasks.find import make_task
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # one of them
@@ -53,6 +53,7 @@ class Start(NamedTuple):
     stops: tuple[int, ...]  # tokens that end a turn, besides EOS and the task's own
     probe: list[int]  # what trainer and engine both score at every publish
     rows: Sequence[int]  # of task.train: those that can be trained on
+    held_out: Sequence[int]  # of task.test: those that are evaluated on
     notes: list[str]  # what a careful colleague would say
 
     @property
@@ -84,7 +85,7 @@ def prepare(settings: Settings) -> Start:
     tokenizer, longest = load_tokenizer(base)
     settings = replace(settings, max_model_len=min(settings.max_model_len, longest))
     refuse_long_stop(settings.env, task, tokenizer)
-    rows, notes = check_rows(settings, task, tokenizer, base)
+    rows, held_out, notes = check_rows(settings, task, tokenizer, base)
     workers = settings.rollout_workers
     threads, worker_threads = cpu_threads(settings.alpha == 0, ranks.local_world, workers)
     torch.set_num_threads(threads)
@@ -94,7 +95,7 @@ def prepare(settings: Settings) -> Start:
     notes = [*task.notes, *notes_on_prompts(task, tokenizer), *notes]
     return Start(
         settings, ranks, task, tokenizer, base, dtype, state, resumed_from, worker_threads,
-        stops, probe, rows, notes,
+        stops, probe, rows, held_out, notes,
     )  # fmt: skip
 
 
@@ -186,12 +187,10 @@ def load_tokenizer(model: str) -> tuple:
 
 
 def check_rows(settings: Settings, task: Task, tokenizer, model: str):
-    """The rows that can be trained on, and notes on the others: see `checks.usable_rows`. Raises
-    ValueError also for a chat template that cannot be rendered."""
-    reach = min(settings.steps * settings.batch_size, len(task.train))
-    places = [prompt_order(len(task.train), settings.seed, i) for i in range(reach)]
+    """See `checks.usable_rows`. Raises ValueError also for a chat template that cannot be
+    rendered."""
     try:
-        return usable_rows(settings, task, tokenizer, places)
+        return usable_rows(settings, task, tokenizer)
     except TemplateError as error:
         raise ValueError(f"model {model}: its chat template: {error}") from error
 
@@ -202,3 +201,18 @@ def probe_ids(settings: Settings, task: Task, tokenizer) -> list[int]:
     prompt = encode_prompt(task, task.first_text(task.train[0]), tokenizer)[:32]
     noise = np.random.default_rng(0).integers(len(tokenizer), size=32).tolist()
     return [*prompt, *noise][: settings.max_model_len - 1]
+
+
+def main() -> int:
+    """Refuse in one process and one line what ranks under torchrun would each refuse."""
+    settings = parse(sys.argv[1:])
+    try:
+        prepare(settings).task.close()
+    except ValueError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())  # launch.sh asks before it starts several ranks

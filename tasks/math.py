@@ -207,9 +207,11 @@ class MathTask(Task):
                         f"{self.config.reward_procs} processes, none of which answers"
                     ) from error
 
-    def check_golds(self, rows: Rows, most: int = 2000, seed: int = 0) -> list[BadGold]:
-        """Gold answers that can never be met: unreadable, prose, too long, or not equal to
-        themselves.
+    def check_golds(
+        self, rows: Rows, most: int = 2000, seed: int = 0
+    ) -> tuple[list[BadGold], int]:
+        """Gold answers that can never be met (unreadable, prose, too long, or not equal to
+        themselves), and how many rows were looked at.
 
         Those that need algebra are a sample of at most `most`, drawn by the seed; of more than
         50 times as many rows, all are a sample. Each different answer is looked at once.
@@ -225,15 +227,16 @@ class MathTask(Task):
         open_ = [gold for gold, fine in known.items() if fine is None]
         for gold in rng.sample(open_, min(most, len(open_))):
             known[gold] = self._ask(legible, (gold,))
-        bad = []
+        bad, looked = [], 0
         for gold, fine in known.items():
+            looked += len(places[gold]) if fine is not None else 0
             if fine is not None and not (fine if isinstance(fine, bool) else self._wait(fine)):
                 bad += places[gold]
         why = "no other way of writing it can be recognised"
         return [
             BadGold(i, f"{rows.where(i)}: gold answer {rows[i].answer!r:.80}: {why}")
             for i in sorted(bad)
-        ]
+        ], looked
 
     def close(self) -> None:
         self._pool.stop()

@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from huggingface_hub import constants
 
 from envs import Row
+from plumbing.packages import silence_of_hub
 
 RowOf = Callable[[object, str], Row]
 Columns = Callable[[Sequence[str]], list[str]]  # the columns of a table that are needed
@@ -297,6 +299,8 @@ def parquet_records(path: Path, columns: Columns) -> Iterator[tuple[int, object]
 def read_hub(data: str, row_of: RowOf, columns: Columns) -> tuple[Rows, Rows | None]:
     """Rows of a data set of the hub, `NAME` or `NAME:CONFIG`, or of a directory of files."""
     name, _, config = data.partition(":")
+    if not (Path(name).exists() or constants.HF_HUB_OFFLINE) and silence_of_hub():
+        constants.HF_HUB_OFFLINE = True  # what is in the cache is found, the rest is refused soon
     try:
         import datasets
 

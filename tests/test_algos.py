@@ -2,8 +2,10 @@
 
 import itertools
 import math
+import re
 import statistics
 from dataclasses import make_dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,6 +132,8 @@ def test_reinforce_pp_compares_over_the_whole_batch():
     assert advantage.sign().tolist() == [[-1.0, -1.0], [1.0, 1.0]]
     one_a_prompt = advantage_of("reinforce_pp", torch.tensor([[0.0], [1.0], [2.0]]))
     torch.testing.assert_close(one_a_prompt, torch.tensor([[-1.0], [0.0], [1.0]]))
+    of_samples = advantage_of("reinforce_pp", torch.tensor([[1.0, 0.0]]))  # whatever their lengths
+    torch.testing.assert_close(of_samples, torch.tensor([[0.5**0.5, -(0.5**0.5)]]))
 
 
 @pytest.mark.parametrize(
@@ -492,6 +496,26 @@ def test_kl_penalty_averages_to_the_true_kl():
     torch.testing.assert_close(estimate, (p.exp() * (p - q)).sum())
 
 
+def test_times_the_ratio_the_kl_of_stale_tokens_and_its_gradient_are_the_true_ones():
+    torch.manual_seed(0)
+    behaviour, reference = torch.randn(2, 50, dtype=torch.float64).log_softmax(-1)
+    logits = torch.randn(50, dtype=torch.float64, requires_grad=True)
+    logp = logits.log_softmax(-1)
+    kl = algos.kl_penalty(logp, reference)
+    drawn = behaviour.exp()  # the expectation over tokens that an older policy has sampled
+    true, corrected, plain = (
+        (values, *torch.autograd.grad(values, logits, retain_graph=True))
+        for values in (
+            (logp.exp() * (logp - reference)).sum(),
+            (drawn * algos.ratio(logp, behaviour) * kl).sum(),
+            (drawn * kl).sum(),
+        )
+    )
+    for is_, should in zip(corrected, true, strict=True):
+        torch.testing.assert_close(is_, should)
+    assert abs(plain[0] - true[0]) > 0.1 and (plain[1] - true[1]).abs().max() > 0.01
+
+
 def test_kl_penalty_is_never_negative_not_even_in_float32():
     near = torch.linspace(-1e-2, 1e-2, 20001)
     assert (algos.kl_penalty(near, torch.zeros(())) >= 0).all()
@@ -691,11 +715,18 @@ def bandit(name, lag=16, steps=1, runs=64, rate=10.0, **flags):
     return (ends @ ARMS).mean().item(), int((ends.mean(0)[:, -1] < 0.5).sum())
 
 
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "algorithms.md").read_text()
+OF_PG, OF_OTHERS, OF_CISPO = map(int, re.search(
+    r"with stale ones (\d+)\s+of them end in a bad arm. Of the others at most (\d+) do; `cispo` "
+    r"only without a lower bound \(with\s+`--cispo_low 0.2` (\d+) runs end in a bad arm\)", PAGE,
+).groups())  # fmt: skip
+
+
 def test_without_a_correction_stale_samples_drive_some_runs_into_a_bad_arm():
     reward, bad = bandit("pg", lag=0)
     assert reward > 0.68 and bad == 0  # fresh samples: all runs find the good arm (0.7)
     reward, bad = bandit("pg")
-    assert reward < 0.64 and bad > 12  # docs/algorithms.md: 24 of 64
+    assert reward < 0.64 and abs(bad - OF_PG) <= 6  # another processor rounds otherwise
 
 
 @pytest.mark.parametrize(
@@ -714,12 +745,12 @@ def test_without_a_correction_stale_samples_drive_some_runs_into_a_bad_arm():
 )
 def test_with_a_corrected_loss_the_same_stale_samples_are_good_enough(name, flags):
     reward, bad = bandit(name, **flags)
-    assert reward > 0.67 and bad <= 4  # docs/algorithms.md: at most 2
+    assert reward > 0.67 and bad <= OF_OTHERS + 2
 
 
 def test_a_high_lower_bound_of_cispo_keeps_pushing_like_no_correction():
     reward, bad = bandit("cispo", cispo_low=0.2)
-    assert reward < 0.65 and bad > 10  # docs/algorithms.md: 21 of 64
+    assert reward < 0.65 and abs(bad - OF_CISPO) <= 6
 
 
 # -- settings --------------------------------------------------------------------------------------

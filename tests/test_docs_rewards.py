@@ -3,6 +3,7 @@
 import asyncio
 import re
 import threading
+import time
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,7 +24,7 @@ class Server:
     """A judge that scores an answer by its length, fails every third call, and counts those that
     are in flight together."""
 
-    def __init__(self, fails: int = 3):
+    def __init__(self, fails: int = 3, wish: str = "0.01"):
         self.seen, self.flying, self.most, lock = Counter(), 0, 0, threading.Lock()
         server = self
 
@@ -41,7 +42,7 @@ class Server:
                     server.seen[status] += 1
                 self.send_response(status)
                 if status == 503:
-                    self.send_header("Retry-After", "0.01")
+                    self.send_header("Retry-After", wish)
                 self.send_header("Content-Type", "application/json")
                 self.end_headers()
                 self.wfile.write(f'{{"score": {len(answer)}}}'.encode())
@@ -89,6 +90,14 @@ def test_a_judge_over_http_scores_all_answers_though_the_server_fails_now_and_th
     answers = ["x" * (i % 9) for i in range(40)]
     assert ask(judge, answers) == [float(len(answer)) for answer in answers]
     assert server.seen[200] == 40 and server.seen[503] >= 10 and server.most <= 4
+
+
+def test_a_judge_is_asked_again_when_it_wishes(judge):
+    server = Server(fails=1, wish="0.3")
+    judge.url, judge.tries = server.url, 2
+    start = time.monotonic()
+    assert isinstance(ask(judge, ["x"])[0], RuntimeError)
+    assert 0.6 <= time.monotonic() - start < 1.4  # 1.5 s, if it has no wish
 
 
 def test_a_judge_that_refuses_for_good_fails_the_sample(judge):

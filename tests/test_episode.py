@@ -137,6 +137,12 @@ def test_a_response_cut_by_its_limit_is_truncated():
     assert play(Parrot(Settings()), engine, ticket(prompt=0), Limits(1, 1, 64)).truncated is True
 
 
+def test_a_turn_ends_at_what_model_and_template_declare_too():
+    engine = Scripted([70, 71])
+    play(Parrot(Settings()), engine, ticket(prompt=0), Limits(9, 1, 64, stops=(EOS, 65, 66)))
+    assert engine.asked[0].stop_ids == [EOS, *ids_of("\n"), 65, 66]
+
+
 # -- several turns ---------------------------------------------------------------------------------
 
 
@@ -246,6 +252,20 @@ def test_the_samples_of_a_group_play_the_same_seed_and_evaluation_others():
 
 
 # -- limits ----------------------------------------------------------------------------------------
+
+
+def test_an_environment_may_say_itself_whether_an_episode_is_solved():
+    class Says(Counting):
+        def step(self, action):
+            *rest, info = super().step(action)
+            return *rest, info | self.says
+
+    for says, solved in (({}, False), ({"success": None}, False), ({"success": True}, True)):
+        Says.says = says
+        assert play(games(Says), Scripted(ids_of("end"))).solved is solved
+    Says.says = {"success": False}
+    assert play(games(Says), Scripted(ids_of("1"))).reward == 5  # a point a turn
+    assert play(games(Says), Scripted(ids_of("1"))).solved is False
 
 
 def test_the_limit_on_turns_ends_an_episode_as_truncated():

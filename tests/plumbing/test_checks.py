@@ -26,6 +26,7 @@ from plumbing.ranks import Ranks
 from plumbing.settings import Settings, notes
 from plumbing.start import check_rows, load_tokenizer, resolve
 from tasks.find import make_task
+from tasks.math import BadGold
 
 PROBE = list(range(3, 40))
 SMALL = {
@@ -231,18 +232,69 @@ def test_prompts_that_do_not_fit_are_named_by_their_rows():
     settings = resolve(Settings(model="tiny", max_model_len=40), task)
     words = r"a prompt of 5\d tokens .*\(3 such prompts: row 1, row 2"
     with pytest.raises(ValueError, match=words):
-        checks.usable_rows(settings, task, byte_tokenizer(), [0])
+        checks.usable_rows(settings, task, byte_tokenizer())
 
 
 def test_prompts_that_do_not_fit_may_be_dropped():
     task = Rows(Settings())
     task.train = [Row("1", "1"), *(Row("9" * n, "9") for n in (50, 60, 70)), Row("2", "2")]
     settings = resolve(Settings(model="tiny", max_model_len=40, long_prompts="drop"), task)
-    rows, said = checks.usable_rows(settings, task, byte_tokenizer(), [0])
+    rows, _, said = checks.usable_rows(settings, task, byte_tokenizer())
     assert rows == [0, 4] and said == ["3 prompts are too long and left out (row 1, row 2, row 3)"]
     task.train = task.train[1:4]
     with pytest.raises(ValueError, match="every prompt is too long"):
-        checks.usable_rows(settings, task, byte_tokenizer(), [0])
+        checks.usable_rows(settings, task, byte_tokenizer())
+
+
+def test_held_out_prompts_that_do_not_fit_are_refused_or_left_out_of_evaluations_too():
+    task = Rows(Settings())
+    task.test = [Row("1", "1"), Row("9" * 60, "9"), Row("2", "2"), Row("9" * 70, "9")]
+    settings = resolve(Settings(model="tiny", max_model_len=40, eval_prompts=3), task)
+    with pytest.raises(ValueError, match=r"do not fit .*\(1 such prompts: row 1\)"):
+        checks.usable_rows(settings, task, byte_tokenizer())
+    settings.long_prompts = "drop"
+    rows, held_out, said = checks.usable_rows(settings, task, byte_tokenizer())
+    assert list(rows) == [0, 1] and held_out == [0, 2]
+    assert said == ["1 prompts are too long and left out (row 1)"]
+
+
+def test_a_prompt_of_exactly_the_room_fits_and_short_ones_are_not_tokenised():
+    task, tokenizer = Rows(Settings()), byte_tokenizer()
+    settings = resolve(Settings(model="tiny", max_model_len=40), task)
+    room = 40 - settings.max_tokens - 2  # without the template
+    task.train = [Row("9" * room, "9"), Row("1", "1")]
+    rows, _, said = checks.usable_rows(settings, task, tokenizer)
+    assert list(rows) == [0, 1] and said == []
+    task.train = [Row(f"{i}", "9") for i in range(200)]
+    before = encode_prompt.cache_info().misses
+    checks.usable_rows(settings, task, tokenizer)
+    assert encode_prompt.cache_info().misses - before <= 1  # the template alone
+
+
+class Golds(Rows):
+    """A task that looks at a sample of its gold answers."""
+
+    looked, bad = 100, ()
+
+    def check_golds(self, rows):
+        mine = [BadGold(i, f"row {i}: no answer") for i in self.bad if i < len(rows)]
+        return mine, min(self.looked, len(rows))
+
+
+def test_bad_gold_answers_are_left_out_and_many_of_those_looked_at_are_refused():
+    task = Golds(Settings())
+    task.train, task.test = ([Row(f"{side}{i}", "1") for i in range(200)] for side in "ab")
+    settings = resolve(Settings(model="tiny"), task)
+    rows, held_out, said = checks.usable_rows(settings, task, byte_tokenizer())
+    assert (len(rows), len(held_out), said) == (200, 200, [])
+    task.bad = 3, 7
+    rows, held_out, said = checks.usable_rows(settings, task, byte_tokenizer())
+    assert rows == held_out == [i for i in range(200) if i not in (3, 7)]
+    words = "2 rows have gold answers that can never be met, and are left out: row 3: no answer"
+    assert len(said) == 2 and all(words in note for note in said)
+    task.bad = range(6)  # 3 % of the rows, and 6 % of those that were looked at
+    with pytest.raises(ValueError, match="6 of 100 gold answers can never be met: row 0: no ans"):
+        checks.usable_rows(settings, task, byte_tokenizer())
 
 
 def test_prompts_that_come_twice_or_on_both_sides_are_noted():
@@ -250,7 +302,7 @@ def test_prompts_that_come_twice_or_on_both_sides_are_noted():
     task.train = [Row("a b", "1"), Row("A  b ", "2"), Row("c", "3")]
     task.test = [Row("C", "3")]
     settings = resolve(Settings(model="tiny"), task)
-    rows, said = checks.usable_rows(settings, task, byte_tokenizer(), [0])
+    _, _, said = checks.usable_rows(settings, task, byte_tokenizer())
     assert said == [
         "1 prompts are in the train rows more than once",
         "1 prompts are trained on and held out, too (row 2)",
@@ -266,7 +318,7 @@ def test_text_that_is_no_text_is_refused_with_its_row():
         task.train = [Row("1", "1"), Row(prompt, "1")]
         settings = resolve(Settings(model="tiny"), task)
         with pytest.raises(ValueError, match="row 1"):
-            checks.usable_rows(settings, task, byte_tokenizer(), [0])
+            checks.usable_rows(settings, task, byte_tokenizer())
 
 
 # -- the first batch -----------------------------------------------------------------------------
@@ -302,6 +354,14 @@ def test_a_first_batch_that_teaches_nothing_is_noted_with_what_to_do(row, words)
         ({"truncated_penalty": 0.1}, "--truncated_penalty does nothing with --truncated train"),
         ({"constant_length": 9}, "--constant_length does nothing with --aggregation token_mean"),
         ({"kl_correction": "none"}, "--kl_correction does nothing with --kl_coef 0"),
+        ({"alpha": 2.0, "mode": "sync"}, "--alpha does nothing with --mode sync"),
+        ({"on_update": "drain", "mode": "sync"}, "--on_update does nothing with --mode sync"),
+        ({"eval_prompts": 9, "eval_every": 0}, "--eval_prompts does nothing with --eval_every 0"),
+        ({"question_key": "q"}, "--question_key does nothing with --env addition"),
+        ({"answer_key": "a", "env": "grid"}, "--answer_key does nothing with --env grid"),
+        ({"reward_procs": 2}, "--reward_procs does nothing with --env addition"),
+        ({"question_key": "q", "answer_key": "a", "reward_procs": 2, "env": "math"}, None),
+        ({"question_key": "q", "env": "mine.py:Mine"}, None),
         ({"correction_low": 0.4, "correction": "token_mask"}, None),
         ({"kl_correction": "none", "kl_coef": 0.1}, None),
         ({}, None),

@@ -16,6 +16,8 @@ import huggingface_hub.constants
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig
 
 import train
 from algos import KINDS
@@ -133,7 +135,7 @@ def test_a_wrong_flag_is_refused_in_one_line(refused, argv, words):
     assert words in refused(*argv.split())
 
 
-# Two that only fail late elsewhere, or are slips of the pen.
+# What would only fail late, or is a slip of the pen.
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -149,7 +151,6 @@ def test_a_wrong_flag_is_refused_in_one_line(refused, argv, words):
 )
 def test_values_that_no_machine_could_serve_are_refused(refused, monkeypatch, argv, words):
     access = os.access  # a test may run as root, who may write everywhere
-
 
     def no_proc(path, how):
         return "proc" not in str(path) and access(path, how)
@@ -194,6 +195,72 @@ def test_under_torchrun_one_rank_speaks_for_all(capfd, monkeypatch):
     assert end.value.code == 2 and capfd.readouterr().err == ""
 
 
+def cut(model):
+    """A copy that ended too early."""
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+
+
+def noise(model):
+    file = model / "model.safetensors"
+    file.write_bytes(b"\x93" * 1000 + file.read_bytes()[1000:])
+
+
+def empty(model):
+    (model / "model.safetensors").write_bytes(b"")
+
+
+def change_config(model, **values):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | values))
+
+
+def other_vocabulary(model):
+    change_config(model, vocab_size=300)
+
+
+def small_embedding(model):
+    change_config(model, vocab_size=200)
+
+
+def not_finite(model):
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"].fill_(math.nan)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def encoder(model):
+    BertConfig(vocab_size=300, architectures=["BertModel"]).save_pretrained(model)
+
+
+def template(model):
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }")
+
+
+def no_json(model):
+    (model / "config.json").write_text("[" * 3000)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (cut, "cannot be loaded"),
+        (noise, "cannot be loaded"),
+        (empty, "cannot be loaded"),
+        (other_vocabulary, "model.embed_tokens.weight have another shape in its files"),
+        (small_embedding, "its tokenizer has 259 ids, its embedding 200"),
+        (not_finite, "model.norm.weight have values that are not finite"),
+        (encoder, "is no causal language model: BertModel"),
+        (template, "its chat template: "),
+        (no_json, "cannot be loaded"),
+    ],
+)
+def test_a_spoilt_model_is_refused(refused, tmp_path, random_model, spoil, words):
+    spoil(Path(shutil.copytree(random_model, tmp_path / "model")))
+    line = refused("--model", "./model")
+    assert "model model" in line and words in line
+
+
 def test_a_model_without_a_tokenizer_is_refused(refused, tmp_path, random_model):
     shutil.copytree(random_model, tmp_path / "bare")
     (tmp_path / "bare/tokenizer.json").unlink()
@@ -226,6 +293,26 @@ def test_a_bad_row_of_a_data_file_is_named_by_file_and_line(refused, tmp_path):
     assert f"{data} line 2 has no `answer`" in refused("--env", "gsm8k", "--data", data)
     data.write_text('{"question": "1+1?", "answer": "2"}\n\n{"question": \n')
     assert f"{data} line 3 is not JSON" in refused("--env", "gsm8k", "--data", data)
+    data.write_text("[" * 3000 + "]" * 3000)
+    assert f"{data} line 1 is not JSON that can be read" in refused("--env", "math", "--data", data)
+    data.write_text('{"question": "1+1?", "answer": ' + "9" * 5000 + "}")
+    assert f"{data} line 1 holds a number of too" in refused("--env", "math", "--data", data)
+    data.write_text('{"question": "\\ud800", "answer": "2"}\n')
+    assert f"{data} line 1 holds '\\ud800', half" in refused("--env", "math", "--data", data)
+
+
+def test_one_long_row_is_named_by_its_line_also_if_no_batch_reaches_it(
+    refused, tmp_path, random_model
+):
+    pytest.importorskip("math_verify")
+    pytest.importorskip("pebble")
+    rows = [{"question": f"{i}?", "answer": str(i)} for i in range(300)]
+    rows[287]["question"] = "9" * 3000
+    for name, part in (("train", rows), ("test", rows[:20])):
+        lines = (json.dumps(row | {"question": f"{name} {row['question']}"}) for row in part)
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    flags = ("--env", "math", "--data", "train.jsonl", "--model", random_model, "--steps", 1)
+    assert "(1 such prompts: train.jsonl line 288)" in refused(*flags, "--batch_size", 2)
 
 
 def test_a_prompt_that_leaves_no_room_for_a_response(refused, random_model):

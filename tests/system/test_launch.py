@@ -200,6 +200,27 @@ def test_several_processes_go_through_torchrun(checkout):
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "torchrun", "words"),
+    [
+        ("--loss nope", "", "--loss is one of pg, ppo"),
+        ("--loss nope", "--nnodes 2", "--loss is one of pg, ppo"),
+        ("--env nope", "", "unknown env 'nope'"),
+        ("--env math --data nope.jsonl", "", "no such data file: nope.jsonl"),
+        ("--model ./nope", "", "model './nope': no such directory: nope"),
+    ],
+)
+def test_what_is_wrong_is_said_once_before_several_ranks_start(checkout, flags, torchrun, words):
+    for name in ("algos.py", "buffer.py", "envs.py"):
+        shutil.copy(ROOT / name, checkout.dir)
+    for name in ("plumbing", "tasks"):
+        shutil.copytree(ROOT / name, checkout.dir / name)
+    p = checkout.run(*flags.split(), NPROC="2", TORCHRUN_ARGS=torchrun, GLOO_SOCKET_IFNAME="lo")
+    assert p.returncode == 2 and p.stdout_text == ""
+    assert complaint(p).startswith(f"train.py: {words}")
+    assert "torch.distributed.run" not in checkout.calls_file.read_text()
+
+
 # ---- what is installed
 
 

@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -33,6 +35,24 @@ def test_the_quick_run_learns_addition(tmp_path):
     assert max(row["staleness_max"] for row in steps) == 1
     assert max(row["mismatch_mean"] for row in steps) < 1e-5
     assert max(row["mismatch_max"] for row in steps) < 1e-3
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("declared", [[2, 1], None])
+def test_turns_end_also_if_the_tokenizer_names_another_end_than_the_model_writes(
+    tmp_path, tiny, declared
+):
+    """The model ends with <|im_end|> (2), as it has learnt; its tokenizer says that EOS is 0."""
+    model = Path(shutil.copytree(tiny, tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.eos_token = "<|pad|>"
+    tokenizer.save_pretrained(model)
+    (model / "generation_config.json").unlink()
+    if declared:  # else the chat template alone tells
+        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": declared}))
+    flags = ["--model", str(model), "--steps", "1", "--batch_size", "8", "--max_model_len", "128"]
+    (row,) = launch(tmp_path / "run", *flags, "--eval_every", "0", "--max_tokens", "8")
+    assert row["truncated"] < 0.5
 
 
 @pytest.mark.timeout(1200)

@@ -2,10 +2,12 @@
 
 import json
 import sys
+import time
 import types
 
 import numpy as np
 import pytest
+from huggingface_hub import constants
 
 from envs import Row
 from plumbing.settings import Settings
@@ -261,7 +263,13 @@ def test_a_file_that_may_not_be_read_is_refused_in_one_line(tmp_path, monkeypatc
 # --- the hub
 
 
-def test_hub_data_set(monkeypatch):
+@pytest.fixture
+def offline(monkeypatch):
+    """Nobody asks whether the hub can be reached."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def test_hub_data_set(monkeypatch, offline):
     parts = {
         "train": [{"problem": "a", "answer": "1"}],
         "test": [{"problem": "b", "solution": r"\boxed{2}"}],
@@ -282,7 +290,7 @@ def test_hub_data_set(monkeypatch):
         make_task(Settings(env="math", data="someone/rows"))
 
 
-def test_hub_without_a_connection_or_the_package(monkeypatch):
+def test_hub_without_a_connection_or_the_package(monkeypatch, offline):
     def load_dataset(*args):
         raise ConnectionError("no\nroute")
 
@@ -292,6 +300,16 @@ def test_hub_without_a_connection_or_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match="pip install datasets"):
         make_task(Settings(env="math", data="someone/rows"))
+
+
+def test_an_unknown_hub_data_set_without_a_network_is_one_line_and_soon(monkeypatch, capfd):
+    pytest.importorskip("datasets")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="no such data set on the hub: [^\n]*$"):
+        make_task(Settings(env="math", data="nobody/nothing"))
+    assert time.monotonic() - start < 15 and capfd.readouterr() == ("", "")
 
 
 def test_a_directory_is_read_by_the_real_package(tmp_path, monkeypatch):

@@ -236,10 +236,10 @@ def test_golds_that_can_never_be_met_are_named_by_file_and_line(math, tmp_path):
     data = write_rows(tmp_path / "train.jsonl", *rows)
     write_rows(tmp_path / "test.jsonl", {"problem": "q", "answer": "1"})
     task = MathTask(Settings(env="math", data=data))
-    bad = task.check_golds(task.train)
-    assert [row for row, _ in bad] == [1, 3]
+    bad, looked = task.check_golds(task.train)
+    assert looked == 5 and [row for row, _ in bad] == [1, 3]
     assert re.fullmatch(rf"{re.escape(data)} line 2: gold answer 'proof': [^\n]+", bad[0].why)
-    assert task.check_golds(task.test) == []
+    assert task.check_golds(task.test) == ([], 1)
     task.close()
 
 
@@ -247,17 +247,17 @@ def test_plain_golds_are_all_looked_at_without_a_process(tmp_path, monkeypatch):
     rows = [{"problem": f"p{i}", "answer": str(i)} for i in range(3000)]
     task = MathTask(Settings(env="math", data=write_rows(tmp_path / "rows.jsonl", *rows)))
     monkeypatch.setattr(task, "_ask", lambda *args: pytest.fail("a process was asked"))
-    assert task.check_golds(task.train, most=100) == []
+    assert task.check_golds(task.train, most=100) == ([], 2700)
 
 
 def test_golds_that_need_algebra_are_a_sample_drawn_by_the_seed(tmp_path, monkeypatch):
     rows = [{"problem": f"p{i}", "answer": f"x+{i}"} for i in range(40)]
     task = MathTask(Settings(env="math", data=write_rows(tmp_path / "rows.jsonl", *rows)))
     asked = []
-    monkeypatch.setattr(task, "_ask", lambda rule, texts: asked.append(texts[0]))
+    monkeypatch.setattr(task, "_ask", lambda rule, texts: asked.append(texts[0]) or "a future")
     monkeypatch.setattr(task, "_wait", lambda future: True)
     for seed in (0, 0, 1):
-        assert task.check_golds(task.train, most=5, seed=seed) == []
+        assert task.check_golds(task.train, most=5, seed=seed) == ([], 5)
     first, again, other = asked[:5], asked[5:10], asked[10:]
     assert first == again != other and len(set(other)) == 5
 

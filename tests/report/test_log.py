@@ -1,0 +1,31 @@
+"""What a run says of its first batch, and that it is silent of all others."""
+
+from plumbing.models import byte_tokenizer
+from plumbing.settings import Settings
+from report.log import Log
+
+WELL = {
+    "truncated": 0.1, "groups_with_signal": 0.5, "failed_samples": 0, "samples": 64, "version": 0,
+    "reward_mean": 0.3, "staleness_mean": 0.0, "tokens": 9, "t_wait": 1.0, "t_train": 1.0,
+    "t_publish": 1.0, "trainer_idle": 0.1, "rollout_idle": 0.1, "step": 1,
+}  # fmt: skip
+ILL = {"truncated": 1.0, "groups_with_signal": 0.0, "failed_samples": 32}
+
+
+def said(tmp_path, capfd, *rows, resumed_at=None) -> list[str]:
+    log = Log(Settings(run_dir=str(tmp_path / "run")), 1, resumed_at)
+    capfd.readouterr()
+    for row in rows:
+        log.step(row, [], byte_tokenizer())
+    log.close()
+    return [line for line in capfd.readouterr().err.splitlines() if line.startswith("note: ")]
+
+
+def test_a_first_batch_that_teaches_nothing_is_told_about_once(tmp_path, capfd):
+    first, second = said(tmp_path, capfd, WELL | ILL, WELL | ILL | {"step": 2})[::2]
+    assert "100% of the first batch was cut off" in first and "33% of the first batch's" in second
+    assert not said(tmp_path, capfd, WELL | ILL | {"step": 2}, resumed_at=1)
+
+
+def test_a_first_batch_with_something_to_learn_is_not_told_about(tmp_path, capfd):
+    assert said(tmp_path, capfd, WELL, WELL | ILL | {"step": 2}) == []
