@@ -11,6 +11,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # see train.py: before torch is imported
 
 import argparse
+import contextlib
 import json
 import platform
 import signal
@@ -56,8 +57,8 @@ class Skipped(Exception):
     """This machine, or this version, has not what the step needs."""
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns 0, or 1 if a step failed, 130 after Ctrl-C."""
+def main(argv: list[str] | None = None, prepare: Callable | None = None) -> int:
+    """Returns 0, or 1 if a step failed, 130 after Ctrl-C. `prepare(folder)` makes the models."""
     parser = argparse.ArgumentParser(prog="gpu-check", description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", choices=STEPS, help="these steps alone")
     parser.add_argument("--step", choices=STEPS, help=argparse.SUPPRESS)
@@ -68,8 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     lines = []
     try:
         with tempfile.TemporaryDirectory() as folder:
-            for number, seed in enumerate((0, 1)):
-                make_model(Path(folder) / str(number), seed)
+            (prepare or make_models)(folder)
             for step in args.only or STEPS:
                 print(f"gpu-check: {STEPS[step].__doc__.splitlines()[0]} ...", file=sys.stderr)
                 lines += supervise(step, folder)
@@ -84,7 +84,7 @@ def supervise(step: str, folder: str) -> list[tuple[str, str]]:
     command = [sys.executable, "-m", "experiments.gpu_check", "--step", step, "--model", folder]
     title, began = STEPS[step].__doc__.splitlines()[0].rstrip("."), time.monotonic()
     with tempfile.TemporaryFile("w+") as said:
-        with child_environment(DEVICES, cores()):
+        with child_environment(DEVICES, threads=1):
             process = subprocess.Popen(
                 command, cwd=ROOT, stdout=subprocess.PIPE, stderr=said, text=True,
                 start_new_session=True,
@@ -94,14 +94,15 @@ def supervise(step: str, folder: str) -> list[tuple[str, str]]:
         except subprocess.TimeoutExpired:
             return [(title, f"FAILED: not done after {LIMIT} s")]
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # also what a step that is over has left
+            process.wait()
         said.seek(0)
         words = [line.strip() for line in said.read().splitlines() if line.strip()]
     found = [json.loads(line[1:]) for line in out.splitlines() if line.startswith("\0")]
     if process.returncode:
-        cause = words[-1] if words else f"exit code {process.returncode}"
+        causes = [word for word in words if "Error" in word and "root cause" not in word] or words
+        cause = causes[-1] if causes else f"exit code {process.returncode}"
         return [*found, (title, f"FAILED: {cause[:160]}")]
     print(f"gpu-check: {time.monotonic() - began:.0f} s", file=sys.stderr)
     return found
@@ -111,13 +112,13 @@ def alone(step: str, folder: str) -> int:
     """Run one step in this process; its lines go to the parent as JSON."""
     title = STEPS[step].__doc__.splitlines()[0].rstrip(".")
 
-    def measured(value: str, what: str = "") -> None:
-        print("\0" + json.dumps([what or title, f"measured: {value}"]), flush=True)
+    def say(state: str, what: str = title) -> None:
+        print("\0" + json.dumps([what, state]), flush=True)
 
     try:
-        STEPS[step](folder, measured)
+        STEPS[step](folder, say)
     except Skipped as why:
-        print("\0" + json.dumps([title, f"skipped: {why}"]), flush=True)
+        say(f"skipped: {why}")
     sys.stdout.flush()
     os._exit(0)  # engines and groups have nothing to save, and may wait for each other
 
@@ -134,19 +135,20 @@ def table(lines: list) -> str:
 # -- what the steps work on ----------------------------------------------------------------------
 
 
-def make_model(path: Path, seed: int) -> None:
-    """A model with random weights, large enough that two of them differ by more than noise."""
+def make_models(folder: str) -> None:
+    """Two models, 0 and 1, with weights so large that their outputs differ by more than noise."""
     from plumbing.models import byte_tokenizer
 
-    torch.manual_seed(seed)
     config = Qwen2Config(
         **SHAPES[DEVICE], tie_word_embeddings=True, max_position_embeddings=4096,
         initializer_range=0.05,
     )  # fmt: skip
-    with torch.device(DEVICE):
-        model = Qwen2ForCausalLM(config)
-    model.to(torch.float32).save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
+    for number in range(2):
+        torch.manual_seed(number)
+        with torch.device(DEVICE):
+            model = Qwen2ForCausalLM(config)
+        model.to(torch.float32).save_pretrained(Path(folder) / str(number))
+        byte_tokenizer().save_pretrained(Path(folder) / str(number))
 
 
 def settings_of(**chosen):
@@ -234,14 +236,8 @@ def sequence(seed: int, length: int = 64) -> list[int]:
     return np.random.default_rng(seed).integers(3, 250, length).tolist()
 
 
-def check_published(driven: Driven, which: int, seconds: float, form: str, measured) -> None:
-    """The engine has to be nearer to what it was sent than to the other policy."""
-    own, other = (float(driven.gaps(i, sequence(0)).mean()) for i in (which, 1 - which))
-    if not own < other / 4:
-        raise RuntimeError(f"{form}: off by {own:.2g} from what was sent, {other:.2g} before it")
-    buckets = len(list(driven.senders[which].manifest.buckets()))
-    measured(f"{buckets} bucket(s) in {seconds:.2f} s, off by {own:.2g} (other weights: "
-             f"{other:.2g})", f"publish, {form}")  # fmt: skip
+def takes_in_place(worker) -> bool:
+    return worker.weight_transfer_engine.in_place
 
 
 def set_form(worker, in_place: bool) -> None:
@@ -251,7 +247,7 @@ def set_form(worker, in_place: bool) -> None:
 # -- the steps -----------------------------------------------------------------------------------
 
 
-def group(folder: str, measured: Callable) -> None:
+def group(folder: str, say: Callable) -> None:
     """Weight group made, used and aborted."""
     from plumbing.weights import Wire, open_store
 
@@ -286,38 +282,51 @@ def group(folder: str, measured: Callable) -> None:
     for one in groups:
         one.abort()
     took = time.perf_counter() - began
-    measured(f"{backend}, {world} rank(s): made and used in {made:.2f} s, aborted in {took:.2f} s")
+    how = f"made and used in {made:.2f} s, aborted in {took:.2f} s"
+    say(f"measured: {backend}, {world} rank(s): {how}")
 
 
-def publish(folder: str, measured: Callable) -> None:
+def publish(folder: str, say: Callable) -> None:
     """Publish of each form."""
-    driven = Driven(folder)
-    rpc, which = driven.engine.core.collective_rpc, 0
-    for form, in_place, parts in (("reload", 0, 1), ("in place", 1, 1), ("in place", 1, 8)):
-        rpc(set_form, args=(bool(in_place),))
+    driven, which = Driven(folder), 0
+    rpc = driven.engine.core.collective_rpc
+    # A reload leaves parameters that cannot be loaded in place any more: that form comes first.
+    for form, parts in (("in place", 1), ("in place", 8), ("reload", 1), ("reload", 8)):
+        title = f"publish, {form}, {'several buckets' if parts > 1 else 'one bucket'}"
+        if form == "in place" and not all(rpc(takes_in_place)):
+            say("skipped: an engine on a GPU, or with weights in a form of its own, reloads", title)
+            continue
+        rpc(set_form, args=(form == "in place",))
         which = 1 - which
         for sender in driven.senders:
             total = sum(p.numel() for p in sender.parameters) * DTYPE.itemsize
             sender.manifest.bucket_bytes = total // parts + 1
         seconds = driven.publish(which)
-        named = f"{form}, several buckets" if parts > 1 else form
-        check_published(driven, which, seconds, named, measured)
-    rpc(set_form, args=(False,))
-    check_published(driven, 0, driven.publish(0), "reload, several buckets", measured)
+        own, other = (float(driven.gaps(i, sequence(0)).mean()) for i in (which, 1 - which))
+        if not own < other / 4:  # the engine has to be nearer to what it was sent
+            raise RuntimeError(f"{title}: off by {own:.2g} from it, {other:.2g} from the other one")
+        buckets = len(list(driven.senders[which].manifest.buckets()))
+        say(
+            f"measured: {buckets} bucket(s) in {seconds:.2f} s, off by {own:.2g} (other "
+            f"weights: {other:.2g})",
+            title,
+        )
 
 
-def noise(folder: str, measured: Callable) -> None:
+def noise(folder: str, say: Callable) -> None:
     """Probe noise in bf16."""
     driven = Driven(folder)
     driven.publish(0)
     length = 1024 if DEVICE == "cuda" else 256
     gaps = np.stack([driven.gaps(0, sequence(seed, length)) for seed in range(8)])
     first, last = gaps[:, : length // 4].mean(), gaps[:, -length // 4 :].mean()
-    measured(f"|logprob difference| mean {gaps.mean():.2g}, max {gaps.max():.2g} over 8 x {length} "
-             f"tokens; first quarter {first:.2g}, last {last:.2g}")  # fmt: skip
+    say(
+        f"measured: |logprob difference| mean {gaps.mean():.2g}, max {gaps.max():.2g} over "
+        f"8 x {length} tokens; first quarter {first:.2g}, last {last:.2g}"
+    )
 
 
-def decode(folder: str, measured: Callable) -> None:
+def decode(folder: str, say: Callable) -> None:
     """Decoding after a publish, with graphs where there are any."""
     driven = Driven(folder)
     driven.publish(0)
@@ -336,11 +345,13 @@ def decode(folder: str, measured: Callable) -> None:
     began = time.perf_counter()
     tokens = sum(map(len, driven.greedy()))
     rate = tokens / (time.perf_counter() - began)
-    measured(f"{graphs}: {same} of {len(before)} greedy responses as before, "
-             f"{rate:.0f} tokens/s at 8 sequences")  # fmt: skip
+    say(
+        f"measured: {graphs}: {same} of {len(before)} greedy responses as before, "
+        f"{rate:.0f} tokens/s at 8 sequences"
+    )
 
 
-def sleep(folder: str, measured: Callable) -> None:
+def sleep(folder: str, say: Callable) -> None:
     """Sleep and wake of the engine."""
     if DEVICE == "cpu":
         raise Skipped("vLLM's sleep needs a GPU")
@@ -361,14 +372,16 @@ def sleep(folder: str, measured: Callable) -> None:
     same = sum(a == b for a, b in zip(before, driven.greedy(), strict=True))
     if same < len(before) // 2:
         raise RuntimeError(f"awake again, {same} of {len(before)} greedy responses came back")
-    measured(f"asleep in {asleep:.2f} s, {freed / 2**30:.1f} GiB freed, awake with weights in "
-             f"{awake:.2f} s, {same} of {len(before)} greedy responses as before")  # fmt: skip
+    say(
+        f"measured: asleep in {asleep:.2f} s, {freed / 2**30:.1f} GiB freed, awake with weights in "
+        f"{awake:.2f} s, {same} of {len(before)} greedy responses as before"
+    )
 
 
 def matmul_rate(device) -> float:
-    """Floating-point operations a second of a large matmul in bf16."""
+    """Floating-point operations a second of a large matmul, in the trainer's precision."""
     size = 8192 if DEVICE == "cuda" else 1024
-    a = torch.randn(size, size, device=device, dtype=DTYPE)
+    a = torch.randn(size, size, device=device, dtype=DTYPE if DEVICE == "cuda" else torch.float32)
     best = 0.0
     for _ in range(4):
         began = time.perf_counter()
@@ -395,12 +408,13 @@ def random_samples(count: int, length: int, prompt: int) -> list:
     return samples
 
 
-def trainer(folder: str, measured: Callable) -> None:
+def trainer(folder: str, say: Callable) -> None:
     """Trainer alone: tokens/s, MFU and memory."""
     from plumbing.ranks import Ranks
     from train import Trainer
 
     ranks = Ranks()
+    torch.set_num_threads(cores())
     one = Trainer(ranks, settings_of(learning_rate=1e-6), f"{folder}/0", "", "bfloat16")
     samples = random_samples(SAMPLES, LENGTH, PROMPT)
     one.step(samples)
@@ -411,23 +425,27 @@ def trainer(folder: str, measured: Callable) -> None:
         one.step(samples)
     seconds = (time.perf_counter() - began) / steps  # a step's metrics wait for the device
     count, tokens = sum(p.numel() for p in one.policy.parameters()), SAMPLES * LENGTH
-    peak = matmul_rate(ranks.device)
+    top = torch.cuda.max_memory_allocated() / 2**30 if DEVICE == "cuda" else 0.0
+    peak, precision = matmul_rate(ranks.device), "bf16" if DEVICE == "cuda" else "fp32"
     share = 6 * count * tokens / seconds / peak
-    measured(f"{tokens / seconds:,.0f} tokens/s, MFU {share:.0%} of the {peak / 1e12:.1f} TFLOP/s "
-             f"that a large bf16 matmul reaches here ({count / 1e6:.1f}M parameters)",
-             "trainer, tokens/s and MFU")  # fmt: skip
+    say(
+        f"measured: {tokens / seconds:,.0f} tokens/s, MFU {share:.0%} of the {peak / 1e12:.1f} "
+        f"TFLOP/s that a large {precision} matmul reaches here ({count / 1e6:.1f}M parameters)",
+        "trainer, tokens/s and MFU",
+    )
+    memory = "trainer, memory peak against the estimate"
     states = 4 * 4 * count  # masters, gradients and two moments, in fp32
     if DEVICE == "cpu":
-        print("\0" + json.dumps(["trainer, memory peak against the estimate",
-              "skipped: device memory needs a GPU"]), flush=True)  # fmt: skip
+        say("skipped: device memory needs a GPU", memory)
         return
-    top = torch.cuda.max_memory_allocated() / 2**30
-    measured(f"{top:.1f} GiB at micro_tokens {one.settings.micro_tokens}; {states / 2**30:.1f} GiB "
-             "of that are parameters, gradients and moments",
-             "trainer, memory peak against the estimate")  # fmt: skip
+    say(
+        f"measured: {top:.1f} GiB at micro_tokens {one.settings.micro_tokens}; "
+        f"{states / 2**30:.1f} GiB of that are parameters, gradients and moments",
+        memory,
+    )
 
 
-def run(mode: str, processes: int, folder: str, measured: Callable) -> None:
+def run(mode: str, processes: int, folder: str, say: Callable) -> None:
     """Train for three steps as a user would, and say how fast."""
     if DEVICE == "cuda" and torch.cuda.device_count() < processes:
         raise Skipped(f"{torch.cuda.device_count()} GPU here")
@@ -451,13 +469,15 @@ def run(mode: str, processes: int, folder: str, measured: Callable) -> None:
     tokens = sum(row["tokens"] for row in rows[1:])
     seconds = rows[-1]["wall_s"] - rows[0]["wall_s"]
     worst = max(row["mismatch_max"] for row in rows)
-    measured(f"{tokens / seconds:,.0f} trained tokens/s over 2 steps after the first, "
-             f"mismatch at most {worst:.2g}")  # fmt: skip
+    say(
+        f"measured: {tokens / seconds:,.0f} trained tokens/s over 2 steps after the first, "
+        f"mismatch at most {worst:.2g}"
+    )
 
 
 def named(mode: str, processes: int) -> Callable:
-    def step(folder: str, measured: Callable) -> None:
-        run(mode, processes, folder, measured)
+    def step(folder: str, say: Callable) -> None:
+        run(mode, processes, folder, say)
 
     on = f"{processes} GPU(s)" if DEVICE == "cuda" else f"the CPU, {processes} worker(s)"
     step.__doc__ = f"A run in {mode} on {on}."
