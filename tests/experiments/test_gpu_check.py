@@ -50,4 +50,4 @@ def test_all_steps_run_where_there_is_no_gpu(capsys):
     assert skipped == {
         "Sleep and wake of the engine", "trainer, memory peak against the estimate",
     }  # fmt: skip
-    assert len(said) == 13
+    assert len(said) == 14

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SLOW = [pytest.mark.slow, pytest.mark.timeout(900)]
-pytestmark = SLOW
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def ip(*words: str) -> None:
@@ -62,12 +61,12 @@ class Nodes:
                 ip(*inside, "link", "set", device, "up")
         self.link = ends
 
-    def run(self, *flags: str, **env: str) -> None:
+    def run(self, *flags: str, ranks: int = 1) -> None:
         self.processes, self.outputs = [], []
         for number, name in enumerate(self.names):
             out = self.tmp / f"node{number}-{time.monotonic_ns()}.txt"
             command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
-            command += ["--nnodes", "2", "--node_rank", str(number), "--nproc_per_node", "1"]
+            command += ["--nnodes", "2", "--node_rank", str(number), "--nproc_per_node", str(ranks)]
             command += ["--master_addr", "10.14.0.1", "--master_port", "29514"]
             self.processes.append(
                 subprocess.Popen(
@@ -76,7 +75,7 @@ class Nodes:
                     stdout=out.open("w"),
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    env=os.environ | {"TQDM_DISABLE": "1"} | env,
+                    env=os.environ | {"TQDM_DISABLE": "1"},
                 )  # fmt: skip
             )
             self.outputs.append(out)
@@ -202,16 +201,16 @@ def test_a_link_that_goes_down_ends_both_nodes(nodes, tmp_path, tiny, tasks):
         assert nodes.inside(number) == []
 
 
-def test_a_fault_on_one_node_is_said_on_the_other(nodes, tmp_path, tiny, tasks):
+def test_a_fault_on_one_node_of_two_ranks_is_said_once_on_the_other(nodes, tmp_path, tiny, tasks):
     run_dir = tmp_path / "run"
-    nodes.run(*flags(tiny, tasks, run_dir, 5000))
+    nodes.run(*flags(tiny, tasks, run_dir, 5000), ranks=2)
     wait_for_step(nodes, run_dir, 1)
     worker = next(pid for pid in nodes.inside(1) if "spawn_main" in command_of(pid))
     os.kill(worker, signal.SIGKILL)
     assert [nodes.ended(number, 60) for number in range(2)] == [1, 1]
     what = "rollout process 0 died (killed by SIGKILL)"
     assert only_cause(nodes.outputs[1]) == f"train.py: {what}"
-    assert only_cause(nodes.outputs[0]) == (f"train.py: trainer rank 1 (node 1, 10.14.0.2): {what}")
+    assert only_cause(nodes.outputs[0]) == (f"train.py: trainer rank 2 (node 1, 10.14.0.2): {what}")
 
 
 def command_of(pid: int) -> str:
