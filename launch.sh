@@ -19,6 +19,7 @@ ROLL Flash: asynchronous RL post-training of language models, in a few readable 
   bash launch.sh sim [NAMES]       the paper's experiments on a virtual clock: its numbers beside ours;
                                    sim validate RUN_DIR...: a finished run, simulated from its own rates
   bash launch.sh check [flags]     what would silently fail: settings, data, rewards, model; in seconds
+  bash launch.sh gpu-check         what only a GPU can tell, as one table (over gloo where there is none); minutes
   bash launch.sh plot RUN_DIR...   figures of finished runs; --metrics NAME,... draws any metric
   bash launch.sh test [args]       the test suite; args go to pytest (-m slow runs the slow tests)
   bash launch.sh train --help      every flag of train.py, with its default
@@ -38,7 +39,8 @@ Flags of training (batch_size counts groups; all files of a run are in --run_dir
   bash launch.sh --mode async --alpha 2 --steps 50      # generation may be two batches ahead
   bash launch.sh --env grid --batch_size 16 --steps 80  # a game of several turns
   NPROC=2 bash launch.sh                                # two trainer processes, through torchrun
-  TORCHRUN_ARGS="--nnodes 2 --rdzv_endpoint HOST:29500 --rdzv_backend c10d" NPROC=8 bash launch.sh
+  NPROC=6 TORCHRUN_ARGS="--nnodes 2 --node_rank 0 --master_addr HOST" bash launch.sh --rollout_workers 2
+                                                        # the same on node 1 with --node_rank 1: docs/scaling.md
 
 File names are taken from this folder. The environment is made in .venv by the first call: PYTHON=/path/to/python
 chooses its Python (3.11 to 3.13), DEVICE=cpu the CPU packages on a machine with GPUs; removing .venv makes it anew.
@@ -54,6 +56,7 @@ case ${1-} in
   -h | --help | help) usage; exit ;;
   test) shift; cmd=(-m pytest "$@"); extras=(requirements/dev.txt) ;;
   check) script=plumbing/preflight.py; cmd=(-m plumbing.preflight "${@:2}") ;;
+  gpu-check) script=experiments/gpu_check.py; cmd=(-m experiments.gpu_check "${@:2}") ;;
   plot) script=report/plot.py; cmd=(-m report.plot "${@:2}") ;;
   compare | mechanisms | parity | sim) script=experiments/$1.py; cmd=(-m "experiments.$1" "${@:2}") ;;
   train | -* | '' | *.yaml | *.yml | *.json)
@@ -62,7 +65,7 @@ case ${1-} in
     # NPROC and TORCHRUN_ARGS: several trainer processes or machines. TORCHRUN_ARGS is split at blanks on purpose.
     [[ -z ${NPROC-}${TORCHRUN_ARGS-} ]] ||
       cmd=(-m torch.distributed.run --nproc_per_node "${NPROC:-1}" ${TORCHRUN_ARGS-} "${cmd[@]}") ;;
-  *) die 2 "no command '$1'; there are: check, compare, mechanisms, parity, plot, sim, test, train, or flags of train.py (see --help)" ;;
+  *) die 2 "no command '$1'; there are: check, compare, gpu-check, mechanisms, parity, plot, sim, test, train, or flags of train.py (see --help)" ;;
 esac
 [[ -z ${script-} || -f $script ]] || die 2 "$script is missing from $PWD, so '${1-train}' cannot run"
 case " $* " in *smollm2* | *slow*) extras+=(requirements/smollm2.txt) ;; esac  # 93 MB of weights: only when asked for

@@ -410,6 +410,9 @@ class Run:
         self.wall += now - self.started
         spans.add("step", self.started, now, args={"step": step})
         with spans("log"):
+            if self.ranks.nodes > 1:  # a row is of the whole batch
+                mine = None if self.ranks.local_rank else self.batch
+                self.batch = sum(self.ranks.gather_nodes(mine), [])
             if self.log:
                 row = {"step": step, "version": step - 1, "wall_s": self.wall}
                 row |= self.metrics | batch_metrics(self)
@@ -497,6 +500,8 @@ def main(argv: list[str] | None = None) -> int:
         code, message = end.code, "terminated (SIGTERM)"
     finally:
         if run is not None:
+            bug = sys.exc_info()[1]
+            run.ranks.leave(message or (repr(bug) if bug else ""))
             run.close()
     if message:  # after everything that closing may print: the last line says what happened
         print(f"train.py: {message}", file=sys.stderr)

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from plumbing.nodes import Watch, choose_interface
+
 
 class Ranks:
     """This process among the trainer ranks, and the devices of its node."""
@@ -31,6 +33,7 @@ class Ranks:
         )
         if self.nodes == 1 and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the host name resolves to
+        self.address = choose_interface() if self.nodes > 1 else "127.0.0.1"
         if self.world > 1 or gpus:
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if gpus else "gloo",
@@ -45,6 +48,22 @@ class Ranks:
             first = node * self.local_world
             group = dist.new_group(list(range(first, first + self.local_world)), backend="gloo")
             self.node_group = group if node == self.node else self.node_group
+        self.watch = self._watch() if self.nodes > 1 else None
+
+    def _watch(self) -> Watch:
+        """Notice when another node is lost, from now on."""
+        names = [None] * self.world
+        mine = f"trainer rank {self.rank} (node {self.node}, {self.address})"
+        dist.all_gather_object(names, mine)
+        watch = Watch(self.rank, names)
+        port = watch.listen(self.address) if self.rank == 0 else None
+        watch.start(*self.from_rank_zero((self.address, port)))
+        return watch
+
+    def leave(self, why: str = "") -> None:
+        """This process is about to end: the other nodes are told, with the cause of a failure."""
+        if self.watch:
+            self.watch.leave(why)
 
     def sum(self, value: float) -> float:
         return self._reduce(value, dist.ReduceOp.SUM)

@@ -155,10 +155,8 @@ class Sender:
             return
         wire, world = None, 1 + ranks.nodes * ranks_a_node
         if ranks.rank == 0:
-            one = ranks.nodes == 1
-            host = "127.0.0.1" if one else socket.gethostbyname(socket.gethostname())
-            store = open_store(world, timeout, host)
-            wire = Wire(host, store.port, 1, world, ranks.wire, timeout)
+            store = open_store(world, timeout, ranks.address)
+            wire = Wire(ranks.address, store.port, 1, world, ranks.wire, timeout)
         wire = ranks.from_rank_zero(wire)
         if workers is not None:
             first = 1 + ranks.node * ranks_a_node

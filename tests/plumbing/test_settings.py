@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub.constants
 import pytest
@@ -490,7 +491,11 @@ def test_a_word_that_is_no_choice_is_refused_and_all_choices_are_named(field):
     [(RolloutError("no worker", "Traceback"), 1), (KeyboardInterrupt(), 130), (None, 0)],
 )
 def test_exit_codes_of_a_run(monkeypatch, capsys, error, code):
+    told = []
+
     class Run:
+        ranks = SimpleNamespace(leave=told.append)
+
         def __init__(self, settings):
             self.settings, self.log, self.closed = settings, None, False
             runs.append(self)
@@ -506,6 +511,7 @@ def test_exit_codes_of_a_run(monkeypatch, capsys, error, code):
     monkeypatch.setattr(train, "Run", Run)
     monkeypatch.setattr(train, "train_async", lambda run: None)
     assert main([]) == code and runs[0].closed
+    assert told == [{1: "no worker", 130: "interrupted"}.get(code, "")]  # the other nodes
     err = capsys.readouterr().err
     assert err.splitlines()[-1:] == {
         1: ["train.py: no worker"],
@@ -515,6 +521,8 @@ def test_exit_codes_of_a_run(monkeypatch, capsys, error, code):
 
 def test_a_terminal_that_has_no_arrows_does_not_end_a_run(monkeypatch):
     class Run:
+        ranks = SimpleNamespace(leave=lambda why: None)
+
         def __init__(self, settings):
             self.log = None
 
@@ -534,7 +542,11 @@ def test_a_terminal_that_has_no_arrows_does_not_end_a_run(monkeypatch):
 
 
 def test_a_value_error_while_training_is_a_bug_and_shows_where(monkeypatch):
+    told = []
+
     class Run:
+        ranks = SimpleNamespace(leave=told.append)
+
         def __init__(self, settings):
             pass
 
@@ -547,3 +559,4 @@ def test_a_value_error_while_training_is_a_bug_and_shows_where(monkeypatch):
     monkeypatch.setattr(train, "Run", Run)
     with pytest.raises(ValueError, match="a bug"):
         main([])
+    assert told == ["ValueError('a bug')"]

@@ -120,7 +120,7 @@ CPU_STEPS = [
 def test_help_needs_no_setup(checkout):
     p = checkout.run("--help")
     assert p.returncode == 0 and not p.stderr_text
-    for command in ("train", "compare", "mechanisms", "parity", "sim", "plot", "test"):
+    for command in ("train", "compare", "mechanisms", "parity", "sim", "gpu-check", "plot", "test"):
         assert f"launch.sh {command}" in p.stdout_text
     assert len(p.stdout_text.splitlines()) <= 36, "a screenful"
     assert not (checkout.dir / ".venv").exists()
@@ -158,10 +158,12 @@ def test_an_unknown_command_is_said_before_any_setup(checkout):
         (["mechanisms", "queue"], "-m experiments.mechanisms queue"),
         (["parity", "--env", "grid"], "-m experiments.parity --env grid"),
         (["sim", "queue", "--quick"], "-m experiments.sim queue --quick"),
+        (["gpu-check", "--only", "group"], "-m experiments.gpu_check --only group"),
     ],
 )
 def test_each_command_runs_its_program(checkout, args, ran):
-    experiments = [f"experiments/{x}" for x in ("compare", "mechanisms", "parity", "sim")]
+    names = ("compare", "mechanisms", "parity", "sim", "gpu_check")
+    experiments = [f"experiments/{name}" for name in names]
     for name in ("report/plot", *experiments):
         (checkout.dir / name).parent.mkdir(exist_ok=True)
         (checkout.dir / f"{name}.py").write_text("")
