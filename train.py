@@ -220,9 +220,8 @@ class Trainer:
         drift = self.ranks.sum(float(sum(part["log_ratio"].sum() for part in stats)))
         if not all(map(math.isfinite, (loss, norm, drift))):
             raise NonFiniteError(f"loss {loss}, gradient norm {norm}", samples)
-        if not norm:  # without a signal Adam's momentum would still move the weights
-            self.optimizer.zero_grad(set_to_none=True)
-        self.optimizer.step()
+        if norm:  # without a signal Adam's momentum would still move the weights
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss, norm
 
