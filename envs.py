@@ -79,7 +79,7 @@ class Task:
 
     max_turns: int = 1
     max_tokens: int = 8  # default response budget; --max_tokens overrides it
-    warmup_steps: int = 600  # of the supervised warm-up of the model `tiny`
+    warmup_steps: int = 2000  # of the warm-up of the model `tiny`, at most
     chat: bool = True  # render prompts with the model's chat template, where it has one
     stop: str | None = None  # text, one token of the model, that ends a response besides EOS
     # True: the reward runs in a thread, for at most env_timeout seconds.
@@ -102,8 +102,8 @@ class Task:
         raise NotImplementedError(f"task {type(self).__name__} has no reward(row, response)")
 
     def warmup(self, rng: random.Random) -> list[tuple[str, str]]:
-        """Draw an episode for the supervised warm-up of the model `tiny`: what was said to the
-        model and what it answers, turn by turn."""
+        """Draw an episode for the supervised warm-up of the model `tiny`, one that ends well: what
+        was said to the model and what it answers, turn by turn."""
         raise ValueError(
             f"task {type(self).__name__} has no warm-up for --model tiny: "
             "define warmup(rng) in it, or use another model"
@@ -142,11 +142,6 @@ class Task:
     def must_close(self) -> bool:
         return False
 
-    @property
-    def source(self) -> str:
-        """The code that decides what the model `tiny` is warmed up on."""
-        return sources(type(self), Task)
-
 
 class Env:
     """Base of environments of several turns: text in, text out, Gymnasium's values.
@@ -160,7 +155,7 @@ class Env:
     chat: bool = True  # render with the model's chat template, where it has one
     stop: str | None = None  # text, one token of the model, that ends a turn besides EOS
     blocking: bool = True  # run it in a thread (what is `async def` runs on a loop of its own)
-    warmup_steps: int = 600
+    warmup_steps: int = 2000
 
     def __init__(self, config):
         self.config = config
@@ -239,10 +234,6 @@ class EnvTask(Task):
     def must_close(self) -> bool:
         return self.env_class.close is not Env.close
 
-    @property
-    def source(self) -> str:
-        return sources(self.env_class, Env)
-
 
 class SingleTurn:
     """A row of a task, as an environment of one step."""
@@ -263,11 +254,6 @@ class SingleTurn:
 
     def _end(self, score: float) -> tuple[str, float, bool, bool, dict]:
         return "", score, True, False, {}
-
-
-def sources(cls: type, base: type) -> str:
-    """The code of a class and of what it inherits from, up to `base`."""
-    return "".join(inspect.getsource(c) for c in cls.__mro__ if c not in (base, *base.__mro__))
 
 
 def split(rows: Iterable[Row], seed: int, held_out: int | None = None) -> tuple[list, list]:

@@ -1,7 +1,7 @@
 """Models: what `--model` accepts, and the two small ones that need no download.
 
-`tiny` is a byte-level Qwen2 of 525,824 parameters, made here in about a minute. `smollm2` is
-SmolLM2-135M-Instruct, read out of a Python package. Both are kept under `.cache/models/`.
+`tiny` is made in seconds (`plumbing/tiny.py`). `smollm2` is SmolLM2-135M-Instruct, read out of a
+Python package. Both are kept under `.cache/models/`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,7 @@ import copy
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
-import random
 import re
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -24,11 +21,10 @@ import torch
 from huggingface_hub import constants, try_to_load_from_cache
 from jinja2 import TemplateError
 from safetensors import SafetensorError
-from tqdm import tqdm
 
 from envs import Task
-from plumbing.chat import encode_prompt, encode_reply
 from plumbing.packages import require, silence_of_hub
+from plumbing.tiny import make_tiny, recipe
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "models"
 
@@ -50,12 +46,6 @@ PRESETS: dict[str, Preset] = {
 }
 PRESETS["tiny-untied"] = PRESETS["tiny"]
 
-PAD, START, END = SPECIALS = ("<|pad|>", "<|im_start|>", "<|im_end|>")
-CHAT_TEMPLATE = (  # as short as can be: at this size every token of a prompt costs time
-    "{% for m in messages %}{% if m.role != 'assistant' %}<|im_start|>{% endif %}"
-    "{{ m.content }}<|im_end|>{% endfor %}"
-)
-
 
 def resolve_model(
     name: str,
@@ -67,13 +57,13 @@ def resolve_model(
     """Turn a `--model` value into a directory or hub name that transformers and vLLM load.
 
     Makes `tiny` and `smollm2` if they are not in the cache; with several processes, let one call it
-    first. Raises ValueError with one line for a name that is none, or a package that is missing.
+    first. `warmup_steps`: of `tiny`, instead of a warm-up until it has learnt the task. Raises
+    ValueError with one line for a name that is none, or a package that is missing.
     """
     cache = cache_dir or CACHE
     if name in ("tiny", "tiny-untied"):
-        warmup_steps = task.warmup_steps if warmup_steps is None else warmup_steps
-        sources = Path(__file__).read_text() + task.source
-        key = hashlib.sha256(f"{sources} {task.seed} {warmup_steps}".encode()).hexdigest()[:12]
+        made = f"{recipe(task)} {task.seed} {warmup_steps}"
+        key = hashlib.sha256(made.encode()).hexdigest()[:12]
         target = cache / f"{name}-{re.sub(r'[^A-Za-z0-9]+', '-', env_name)}-{key}"
         return cached(target, lambda path: make_tiny(path, task, name == "tiny", warmup_steps))
     if name == "smollm2":
@@ -139,105 +129,6 @@ def cached(target: Path, make: Callable[[Path], None]) -> str:
                 if not target.is_dir():  # else another process was faster with the same model
                     raise
     return str(target)
-
-
-def byte_tokenizer():
-    """Tokenizer with one id a byte and three special ones: 259, and no text is unknown."""
-    from tokenizers import pre_tokenizers
-    from transformers import Qwen2Tokenizer  # what AutoTokenizer loads beside a Qwen2 model
-
-    tokens = (*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet()))
-    return Qwen2Tokenizer(
-        vocab={token: i for i, token in enumerate(tokens)},
-        merges=[],
-        unk_token=PAD,  # never used, but its default would add a 260th id
-        pad_token=PAD,
-        bos_token=START,
-        eos_token=END,
-        chat_template=CHAT_TEMPLATE,
-    )
-
-
-def make_tiny(path: Path, task: Task, tied: bool, steps: int) -> None:
-    """Write a tiny Qwen2 that a supervised warm-up on `task.warmup` has taught the format."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    task.warmup(random.Random(0))  # raises at once if the task has none
-    tokenizer = byte_tokenizer()
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,  # of 32, the smallest head that vLLM's CPU attention takes
-        num_key_value_heads=2,
-        intermediate_size=512,
-        initializer_range=0.06,  # three times the default: it learns to add in half the steps
-        max_position_embeddings=2048,
-        tie_word_embeddings=tied,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    with torch.random.fork_rng(), all_cores():
-        torch.manual_seed(task.seed)
-        model = Qwen2ForCausalLM(config)
-        warm_up(model, tokenizer, task, steps)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-
-
-def warm_up(model, tokenizer, task: Task, steps: int) -> None:
-    """Supervised training on task.warmup(); the loss is on the response and its EOS only."""
-    rng = random.Random(f"warm-up {task.seed}")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
-    # 50 steps up, and down to 0 over the last three tenths.
-    rate = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1, (step + 1) / 50, (steps - step) / max(1, 0.3 * steps))
-    )
-    def example() -> tuple[list[int], list[int]]:
-        """Ids of an episode, and its labels: -100 for what the model does not say."""
-        ids, labels = [], []
-        for text, answer in task.warmup(rng):
-            if ids:
-                said = encode_reply(task, text, tokenizer, ids[-1])
-            else:
-                said = encode_prompt(task, text, tokenizer)
-            answer = [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]
-            ids += [*said, *answer]
-            labels += [-100] * len(said) + answer
-        return ids, labels
-
-    bar = tqdm(
-        range(steps),
-        desc="warm-up of the model `tiny`, once",
-        unit="step",
-        mininterval=0.1 if sys.stderr.isatty() else 10,  # a file is no place for a bar in motion
-    )
-    for _ in bar:
-        batch = [example()]
-        while len(batch) < 64 and sum(len(row) for row, _ in batch) < 2048:
-            batch.append(example())
-        pad = torch.nn.utils.rnn.pad_sequence
-        ids = pad([torch.tensor(row) for row, _ in batch], True, tokenizer.pad_token_id)  # [64, L]
-        labels = pad([torch.tensor(row) for _, row in batch], True, -100)
-        # No attention mask: the padding is on the right, where causal attention does not look.
-        loss = model(input_ids=ids, labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        rate.step()
-        bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-
-
-@contextmanager
-def all_cores():
-    """Compute on every core for a while; a trainer or a rollout worker may be set to one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def convert_smollm2(path: Path) -> None:

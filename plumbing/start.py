@@ -28,10 +28,11 @@ from plumbing.checks import (
     refuse_other_tokenizer,
     usable_rows,
 )
-from plumbing.models import PRESETS, byte_tokenizer, one_line_if_broken, resolve_model
+from plumbing.models import PRESETS, one_line_if_broken, resolve_model
 from plumbing.packages import require
 from plumbing.ranks import Ranks, cores, cpu_threads
 from plumbing.settings import Settings, parse
+from plumbing.tiny import byte_tokenizer
 from tasks.find import make_task
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # one of them

@@ -32,7 +32,6 @@ class Grid(Env):
 
     max_tokens = 2  # a letter and EOS
     blocking = False
-    warmup_steps = 150
     size, holes = 4, 3
 
     def reset(self, seed: int) -> tuple[str, dict]:
@@ -71,12 +70,10 @@ class Grid(Env):
 
     @classmethod
     def warmup(cls, rng: random.Random) -> list[tuple[str, str]]:
-        # Most moves are random: the model begins like a pretrained one that knows what a move is
-        # and which way to lean, and RL has the rest to find.
         env, said, over = cls(Settings()), [], False
         text, _ = env.reset(rng.getrandbits(32))
-        while not over and len(said) < 6:
-            move = env.best() if rng.random() < 0.4 else rng.choice("udlr")
+        while not over and len(said) < cls.max_turns:
+            move = env.best()
             said.append((text, move))
             text, _, over, _, _ = env.step(move)
         return said
@@ -124,7 +121,6 @@ class Guess(Env):
     max_turns = 4
     max_tokens = 3  # two digits and EOS
     blocking = False
-    warmup_steps = 300
     most = 15
 
     def reset(self, seed: int) -> tuple[str, dict]:
@@ -143,8 +139,7 @@ class Guess(Env):
         env, said, over, low, high = cls(Settings()), [], False, 1, cls.most
         text, _ = env.reset(rng.getrandbits(32))
         while not over and len(said) < cls.max_turns:
-            # Half the guesses forget what the answers have ruled out.
-            guess = rng.randint(low, high) if rng.random() < 0.5 else rng.randint(1, cls.most)
+            guess = rng.randint(low, high)  # of what is left, anyhow: RL may find the best one
             said.append((text, str(guess)))
             text, _, over, _, _ = env.step(str(guess))
             low = max(low, guess + 1) if text == "higher" else low

@@ -25,11 +25,7 @@ class Addition(Task):
         return float(response == row.answer)
 
     def warmup(self, rng: random.Random) -> list[tuple[str, str]]:
-        # Half the labels are wrong on purpose. The model then starts out like a pretrained one: the
-        # right answer is its likeliest, but far from its only one, and RL has this to sharpen.
-        row = rng.choice(self.train)
-        offset = rng.choice((-20, -10, -2, -1, 1, 2, 10, 20)) if rng.random() < 0.5 else 0
-        return [(row.prompt, str(int(row.answer) + offset))]
+        return [tuple(rng.choice(self.train))]
 
 
 class Max3(Task):

@@ -23,8 +23,8 @@ from envs import (
 from experiments.naive import run_lockstep
 from plumbing.calls import EnvCalls
 from plumbing.chat import encode_reply
-from plumbing.models import byte_tokenizer
 from plumbing.settings import Settings
+from plumbing.tiny import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 EOS = TOKENIZER.eos_token_id

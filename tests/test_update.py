@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 import algos
 from algos import Tokens
 from buffer import Sample, Ticket
-from plumbing import checkpoint, models, packing
+from plumbing import checkpoint, packing
 from plumbing.packing import share_prompts
 from plumbing.ranks import Ranks, whole
 from plumbing.settings import Settings
+from plumbing.tiny import byte_tokenizer
 from plumbing.weights import open_store
 from train import NonFiniteError, Trainer
 
@@ -550,7 +551,7 @@ def test_a_restored_trainer_goes_on_as_if_never_stopped(ranks, model, tmp_path):
     for version, batch in enumerate(batches[:2]):
         stopped.step(batch, version)
     path = tmp_path / "checkpoint-2"
-    checkpoint.save(path, stopped, models.byte_tokenizer(), {"version": 2})
+    checkpoint.save(path, stopped, byte_tokenizer(), {"version": 2})
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-2"]  # no temporary one beside it
 
     again = make_trainer(ranks, str(path), reference=model, lr_warmup=3)
@@ -573,7 +574,7 @@ def take_steps(ranks, path, case, batches, stop=None):
     metrics = []
     for number, samples in enumerate(batches, 1):
         if stop and number == len(batches):
-            checkpoint.save(stop, trainer, models.byte_tokenizer(), {})
+            checkpoint.save(stop, trainer, byte_tokenizer(), {})
             ranks.barrier()
             trainer = make_trainer(ranks, str(stop), path, **chosen)
             state = torch.load(stop / checkpoint.STATE_FILE, weights_only=False)

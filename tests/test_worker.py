@@ -14,8 +14,8 @@ import torch.multiprocessing as mp
 from buffer import Ticket
 from envs import Limits
 from experiments.naive import LockstepWorker
-from plumbing.models import byte_tokenizer
 from plumbing.settings import Settings
+from plumbing.tiny import byte_tokenizer
 from rollout import Worker, WorkerSpec
 
 ENVS = '''

@@ -20,11 +20,12 @@ from transformers.utils import logging
 from envs import Row, Task
 from plumbing import checks
 from plumbing.chat import encode_prompt, encode_reply, end_of_turn, stop_ids
-from plumbing.models import byte_tokenizer, resolve_model
+from plumbing.models import resolve_model
 from plumbing.policy import load_policy
 from plumbing.ranks import Ranks
 from plumbing.settings import Settings, notes
 from plumbing.start import check_rows, load_tokenizer, resolve
+from plumbing.tiny import byte_tokenizer
 from tasks.find import make_task
 from tasks.math import BadGold
 

@@ -9,10 +9,13 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from envs import Row
 from plumbing import models
 from plumbing.chat import encode_prompt
 from plumbing.settings import Settings
+from plumbing.tiny import LEARNT, Play, byte_tokenizer, learn, recipe
 from tasks.find import make_task
+from tasks.puzzles import Addition
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +31,7 @@ def tiny(task, tmp_path_factory):
 
 @pytest.mark.parametrize("text", ["12+34=", "héllo → 世界\n\t\x00", "", "  two  spaces .", "🙂"])
 def test_text_survives_the_tokenizer_as_one_id_a_byte_also_when_it_is_reloaded(text, tiny):
-    made, reloaded = models.byte_tokenizer(), AutoTokenizer.from_pretrained(tiny)
+    made, reloaded = byte_tokenizer(), AutoTokenizer.from_pretrained(tiny)
     for tokenizer in (made, reloaded):
         ids = tokenizer(text)["input_ids"]
         assert len(ids) == len(text.encode())  # one a byte, nothing added
@@ -89,7 +92,7 @@ def test_the_cache_is_used_again_for_the_same_task_seed_and_name(tmp_path, task,
             ("tiny", task),
             ("tiny-untied", task),
             ("tiny", make_task(Settings(env="addition"), 1)),
-            ("tiny", make_task(Settings(env="countdown"))),
+            ("tiny", make_task(Settings(env="guess"))),
         )
     ]
     assert paths[0] == paths[1]
@@ -128,8 +131,8 @@ def test_warm_up_teaches_the_response_and_eos_only(task):
             seen.append((input_ids, labels))
             return type("Out", (), {"loss": self.weight.sum()})
 
-    tokenizer = models.byte_tokenizer()
-    models.warm_up(Spy(1, 1), tokenizer, task, 1)
+    tokenizer = byte_tokenizer()
+    next(learn(Spy(1, 1), tokenizer, task, 1))
     ids, labels = seen[0]
     for i, row in zip(ids, labels, strict=True):
         kept = row[row != -100]
@@ -138,34 +141,73 @@ def test_warm_up_teaches_the_response_and_eos_only(task):
         assert tokenizer.decode(i[: (row != -100).nonzero()[0]]).endswith("=<|im_end|>")
 
 
-def test_half_of_the_addition_labels_are_wrong(task):
+def test_addition_is_taught_right_and_without_the_held_out_rows(task):
     rng = random.Random(0)
     draws = [turn for _ in range(2000) for turn in task.warmup(rng)]
-    right = sum(eval(p.removesuffix("=")) == int(r) for p, r in draws) / len(draws)
-    assert 0.45 < right < 0.55
-    held_out = {row.prompt for row in task.test}
-    assert not held_out & {p for p, _ in draws}
+    assert all(eval(p.removesuffix("=")) == int(r) for p, r in draws)
+    assert not {row.prompt for row in task.test} & {p for p, _ in draws}
+
+
+def test_the_model_depends_on_what_it_is_taught_and_not_on_the_reward(task):
+    class Kind(Addition):
+        def reward(self, row, response):
+            return 0.5
+
+    class Other(Addition):
+        def warmup(self, rng):
+            return [("1+1=", "2")]
+
+    assert recipe(Kind(Settings())) == recipe(task) != recipe(Other(Settings()))
+
+
+class Copy(Addition):
+    """Learnt in seconds: say the first digit."""
+
+    def __init__(self, config, seed=0):
+        super().__init__(config, seed)
+        both = self.train, self.test
+        self.train, self.test = ([Row(r.prompt, r.prompt[0]) for r in rows] for rows in both)
+
+
+@pytest.mark.parametrize("tied", ["tiny", "tiny-untied"])
+def test_a_warm_up_ends_where_rl_should_begin(tied, tmp_path, capfd):
+    task = Copy(Settings())
+    path = models.resolve_model(tied, task, "copy", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    play = Play(model, byte_tokenizer(), task)
+    assert 0.15 < play.solved(1.0) < 0.35
+    assert play.solved(0.05) > LEARNT  # nearly greedy: it knows
+    assert "note:" not in capfd.readouterr().err
+
+
+def test_a_warm_up_that_comes_to_its_end_first_says_so(tmp_path, capfd):
+    class Hopeless(Copy):
+        warmup_steps = 2
+
+    models.resolve_model("tiny", Hopeless(Settings()), "copy", tmp_path)
+    (note,) = (line for line in capfd.readouterr().err.splitlines() if line.startswith("note:"))
+    assert "after 2 steps of warm-up (`warmup_steps`) the model `tiny` solves" in note
+
+
+def test_a_warm_up_whose_episodes_all_fail_says_why(tmp_path):
+    class Fails(Copy):
+        def reward(self, row, response):
+            raise KeyError("no gold")
+
+    with pytest.raises(ValueError, match="warm-up: .*KeyError: 'no gold'"):
+        models.resolve_model("tiny", Fails(Settings()), "copy", tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_after_its_warm_up_tiny_is_right_now_and_then_and_more_often_greedily(task):
-    path = models.resolve_model("tiny", task, "addition")  # of this checkout's cache
-    tokenizer = AutoTokenizer.from_pretrained(path)
+@pytest.mark.parametrize("env", ["addition", "grid", "guess"])
+@pytest.mark.parametrize("seed", [0, 4])
+def test_after_its_warm_up_tiny_solves_about_a_quarter(env, seed, tmp_path):
+    task = make_task(Settings(env=env, seed=seed), seed)
+    path = models.resolve_model("tiny", task, env, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(path)
-    prompts = torch.tensor([encode_prompt(task, row.prompt, tokenizer) for row in task.test])
-    torch.manual_seed(0)
-
-    def solved(**sampling) -> float:
-        out = model.generate(
-            prompts, max_new_tokens=task.max_tokens, pad_token_id=tokenizer.pad_token_id, **sampling
-        )
-        texts = tokenizer.batch_decode(out[:, prompts.shape[1] :], skip_special_tokens=True)
-        return sum(map(task.reward, task.test, texts)) / len(task.test)
-
-    greedy = solved(do_sample=False)
-    sampled = solved(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
-    assert 0.02 < sampled < min(0.5, greedy)  # by chance it would be 0.006
+    assert 0.15 < Play(model, byte_tokenizer(), task).solved(1.0) < 0.35
 
 
 def test_tiny_is_refused_for_a_task_without_a_warm_up(tmp_path):

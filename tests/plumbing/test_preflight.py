@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from plumbing import preflight
-from plumbing.models import byte_tokenizer, resolve_model
+from plumbing.models import resolve_model
 from plumbing.settings import Settings
+from plumbing.tiny import byte_tokenizer
 from tasks.find import make_task
 
 SMALL = {

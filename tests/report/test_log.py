@@ -1,7 +1,7 @@
 """What a run says of its first batch, and that it is silent of all others."""
 
-from plumbing.models import byte_tokenizer
 from plumbing.settings import Settings
+from plumbing.tiny import byte_tokenizer
 from report.log import Log
 
 WELL = {
