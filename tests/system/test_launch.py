@@ -205,8 +205,8 @@ def test_several_processes_go_through_torchrun(checkout):
 @pytest.mark.parametrize(
     ("flags", "torchrun", "words"),
     [
-        ("--loss nope", "", "--loss is one of pg, ppo"),
-        ("--loss nope", "--nnodes 2", "--loss is one of pg, ppo"),
+        ("--loss nope", "", "--loss is one of ppo, pg"),
+        ("--loss nope", "--nnodes 2", "--loss is one of ppo, pg"),
         ("--env nope", "", "unknown env 'nope'"),
         ("--env math --data nope.jsonl", "", "no such data file: nope.jsonl"),
         ("--model ./nope", "", "model './nope': no such directory: nope"),
