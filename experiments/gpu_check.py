@@ -137,7 +137,7 @@ def table(lines: list) -> str:
 
 def make_models(folder: str) -> None:
     """Two models, 0 and 1, with weights so large that their outputs differ by more than noise."""
-    from plumbing.models import byte_tokenizer
+    from plumbing.tiny import byte_tokenizer
 
     config = Qwen2Config(
         **SHAPES[DEVICE], tie_word_embeddings=True, max_position_embeddings=4096,

@@ -14,6 +14,7 @@ from tasks.find import make_task
 
 TASKS = '''
 import asyncio
+import time
 
 from envs import Env, prompt_order
 from tasks.puzzles import Addition
@@ -22,6 +23,12 @@ class Odd(Addition):
     """About half of all responses are right, whatever the model: there is always a signal."""
     def reward(self, row, response):
         return float(bool(response) and ord(response[-1]) % 2)
+
+class Slow(Odd):
+    """A reward that holds up the engine: whoever feeds it has the time to, on any machine."""
+    def reward(self, row, response):
+        time.sleep(1e-3)
+        return super().reward(row, response)
 
 class Hopeless(Addition):
     """Every response scores the same."""

@@ -177,11 +177,12 @@ def test_an_environment_that_raises_costs_groups_and_is_counted(worker, tasks):
 
 
 def test_with_tasks_in_the_queue_no_place_in_the_engine_stays_free(worker, tasks):
-    run, _ = train(worker, tasks, "Odd", "--mode", "sync", steps=1, batch_size=1024, max_tokens=4)
+    run, _ = train(worker, tasks, "Slow", "--mode", "sync", steps=1, batch_size=1024, max_tokens=4)
     (row,) = rows_of(run)
     print({k: row[k] for k in row if k.startswith(("slots", "steps_b", "t_"))})
-    assert row["steps_starved"] <= row["steps_below_cap"] < 0.05  # start and end are in it
-    assert row["slots_used"] > 0.97 * 64
+    # Start and end are in it. Batches of 64, one after the other, would be below it half the time.
+    assert row["steps_starved"] <= row["steps_below_cap"] < 0.2
+    assert row["slots_used"] > 0.9 * 64
 
 
 def test_resume_in_ready_mode_trains_on_no_prompt_twice(worker, tasks):

@@ -151,7 +151,8 @@ def test_two_nodes_train_as_one_node_with_as_many_workers(nodes, tmp_path, tiny,
     for a, b in zip(alone, apart, strict=True):
         assert sorted(a["prompt_ids"]) == sorted(b["prompt_ids"])
         for key in ("loss", "grad_norm", "reward_mean", "entropy", "mismatch_mean"):
-            assert abs(a[key] - b[key]) < 1e-6, (key, a[key], b[key])
+            # In float32: sums over ranks have another order.
+            assert abs(a[key] - b[key]) < 1e-6 * max(1, abs(a[key])), (key, a[key], b[key])
 
 
 def wait_for_step(nodes: Nodes, run_dir: Path, steps: int) -> None:

@@ -220,7 +220,7 @@ def test_a_missing_package_is_named(name, monkeypatch):
         ("textarena:ThreeCardMonte-v0", "as reward: a number is expected"),
         ("textarena:Countdown-v0", "as observation: text is expected"),
         ("textarena:GuessWho-v0", "API key not found"),
-        ("gem:math:GSM8K", "datasets"),
+        ("gem:math:GSM8K", "No module named"),
     ],
 )
 def test_what_cannot_be_played_is_refused_in_one_line(name, why, monkeypatch):
