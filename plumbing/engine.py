@@ -169,10 +169,12 @@ class Engine:
         if on_cpu:
             # vLLM's matmul, oneDNN's, compiles for every new number of tokens, 1 ms a matrix, and
             # packs all matrices again at every publish. From hidden size 576 on it makes up for
-            # both (8 to 40 % faster), and with several threads torch's depends on the batch.
+            # both (8 to 40 % faster). Torch's does not depend on the batch, with one thread, and
+            # small models are not slower with one.
             hidden = AutoConfig.from_pretrained(spec.model).get_text_config().hidden_size
-            alone = torch.get_num_threads() == spec.settings.tensor_parallel == 1
-            small = hidden <= SMALL and alone
+            small = hidden <= SMALL and spec.settings.tensor_parallel == 1
+            if small:
+                torch.set_num_threads(1)
             vllm._custom_ops._supports_onednn &= not small
             # A prompt cut into chunks throws a sampled token away and rewinds the request's
             # generator, which CPU generators cannot do: let every prompt go in whole.

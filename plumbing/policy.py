@@ -33,8 +33,11 @@ class Policy(nn.Module):
             use_cache=False,
         ).last_hidden_state.flatten(0, 1)  # [N * L, D]
         head = self.model.get_output_embeddings()
+        # Several samples may follow one position. The gradient of indexing would add theirs up in
+        # the order in which threads come by; that of index_select keeps to one order.
+        chosen = hidden.index_select(0, packed.predictors)  # [T, D]
         return algos.token_logprobs(
-            hidden[packed.predictors], head, packed.targets, temperature,
+            chosen, head, packed.targets, temperature,
             entropy_gradient=entropy_gradient,
         )  # fmt: skip
 

@@ -56,11 +56,17 @@ def overlap(some: list[tuple], others: list[tuple]) -> int:
     return sum(max(0, min(b, d) - max(a, c)) for a, b in some for c, d in others)
 
 
-def test_async_at_alpha_0_is_sync_bit_for_bit(worker):
+GAMES = ["Odd", "Talk", "Threaded"]  # one turn; several, as coroutines and in threads
+
+
+@pytest.mark.parametrize("name", GAMES)
+def test_async_at_alpha_0_is_sync_bit_for_bit(worker, tasks, name):
+    """With the threads that a run takes by default, and turns that come back in any order."""
     batches = []
     runs = [
         worker.train(
-            *flags, steps=10, eval_every=5, eval_prompts=16,
+            *flags, steps=10, batch_size=8, eval_every=5, eval_prompts=16,
+            env=f"{tasks}:{name}", env_latency="" if name == "Odd" else "0.02,0.01",
             prepare=lambda run: batches.append(record_batches(run)),
         )
         for flags in (["--mode", "sync"], ["--mode", "async", "--alpha", "0"])
@@ -116,11 +122,14 @@ def test_on_policy_ratios_are_1(worker):
             assert abs(row["ratio_mean"] - 1) < 1e-4 and row["clip_frac"] == 0
 
 
-def test_resume_goes_on_as_if_nothing_had_happened(worker):
-    whole = worker.train("--mode", "sync", steps=6)
-    half = worker.train("--mode", "sync", steps=3)
+@pytest.mark.parametrize("name", GAMES)
+def test_resume_goes_on_as_if_nothing_had_happened(worker, tasks, name):
+    env = f"{tasks}:{name}"
+    whole = worker.train("--mode", "sync", steps=6, env=env)
+    half = worker.train("--mode", "sync", steps=3, env=env)
     (half.log.dir / "metrics.jsonl").open("a").write('{"step": 4, "version": 3}\n{"cut o')
-    resumed = worker.train("--resume", str(half.log.dir), steps=6, run_dir=half.log.dir)
+    flags = ["--resume", str(half.log.dir)]
+    resumed = worker.train(*flags, steps=6, env=env, run_dir=half.log.dir)
     assert [same(row) for row in rows_of(resumed)] == [same(row) for row in rows_of(whole)]
     first, second = weights_of(whole), weights_of(resumed)
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -155,6 +155,7 @@ PROBE = list(range(3, 40))
 
 async def main() -> dict:
     paths, ranks = sys.argv[1:3], int(sys.argv[3])
+    module.SMALL = int(sys.argv[5])
     models = [AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32) for p in paths]
     driver = Driver(models, paths[0], ranks)
     seen = {"probe_1": driver.load(1, 0), "probe_0": driver.load(0, 1)}

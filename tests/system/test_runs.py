@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from conftest import same
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.slow
@@ -96,6 +99,23 @@ def test_two_trainer_ranks_give_the_losses_of_one(tmp_path, tiny, tasks):
     one, two = (launch(tmp_path / f"{ranks}", *flags, ranks=ranks) for ranks in (1, 2))
     for a, b in zip(one, two, strict=True):
         assert a["prompt_ids"] == b["prompt_ids"] and abs(a["loss"] - b["loss"]) < 1e-5
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("env", ["addition", "grid", "Threaded"])
+def test_async_at_alpha_0_is_sync_bit_for_bit_whoever_decodes(tmp_path, tiny, tasks, env, workers):
+    flags = ["--model", tiny, "--steps", "6", "--batch_size", "8", "--group_size", "4"]
+    flags += ["--env", env if env.islower() else f"{tasks}:{env}", "--eval_every", "0"]
+    flags += ["--env_latency", "0.02,0.01"] if env != "addition" else []
+    flags += ["--rollout_workers", str(workers), "--learning_rate", "3e-4"]
+    modes = {"sync": ["--mode", "sync"], "async": ["--alpha", "0"]}
+    rows = [launch(tmp_path / name, *flags, *mode) for name, mode in modes.items()]
+    one, other = ([same(row) for row in run if "step" in row] for run in rows)
+    assert one == other
+    files = [tmp_path / name / "checkpoint-6" / "model.safetensors" for name in modes]
+    first, second = map(load_file, files)
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.timeout(400)
