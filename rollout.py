@@ -26,6 +26,7 @@ import contextlib
 import gc
 import heapq
 import itertools
+import logging
 import math
 import os
 import signal
@@ -395,6 +396,7 @@ class Worker:
 
         from plumbing.engine import Engine  # vLLM: ten seconds, and in this process only
 
+        conn.send(("stage", "vLLM is imported, it loads the model"))
         self.conn, self.spec = conn, spec
         self.engine = Engine(spec)
         self.task = make_task(spec.settings, spec.settings.seed)
@@ -456,7 +458,7 @@ class Worker:
             sums = self.engine.load_weights(manifest, restart)
         with spans("probe"):
             self.conn.send(("loaded", version, self.engine.probe(probe_ids), sums))
-        with spans("commit"):
+        with spans("commit", version=version):
             while self.engine.version != version and not self.stopping:
                 await self.sleep()
                 self.report()
@@ -580,6 +582,8 @@ class Worker:
 
 def worker_main(conn: Connection, spec: WorkerSpec, kind: type[Worker] = Worker) -> None:
     """Entry point of a rollout process."""
+    # It would warn that there is no triton, which a CPU has no use for.
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
     os.setpgid(0, 0)  # a group of its own, to be killed as one; Ctrl-C is for the trainer alone
     die_with_parent(mp.parent_process().pid)
     tqdm.set_lock(threading.RLock())  # its default, shared between processes, outlives a kill

@@ -277,6 +277,8 @@ class Run:
         self.log = self.workers = self.scheduler = None
         if self.ranks.rank == 0:
             self.log = Log(self.settings, self.ranks.world, state.get("version"))
+            if self.settings.model.startswith("tiny"):
+                checkpoint.keep_base(start.base, self.log.dir)
         bucket_mb = self.settings.bucket_mb
         self.sender = Sender(self.ranks, self.trainer.policy.model, self.trainer.dtype, bucket_mb)
         self.probe = start.probe
@@ -334,6 +336,8 @@ class Run:
         self.wait_committed()
         if settings.eval_every and self.version == 0:
             self.evaluate()
+        if self.log:
+            self.log.begin()
 
     def _begin(self, new: bool) -> None:
         """Have the workers start their engines, or drop what they did for an earlier run."""
@@ -341,6 +345,7 @@ class Run:
         specs = [self.spec] * settings.rollout_workers
         if new and self.log:
             self.log.greet()
+            workers.starting = self.log.starting
         with spans("start"):
             if new:
                 workers.start(
@@ -350,6 +355,8 @@ class Run:
             for worker, spec in enumerate(() if new else specs):
                 workers.send(worker, "begin", spec)
             workers.await_word("ready" if new else "begun", settings.start_timeout)
+        if new and self.log:
+            self.log.starting(0, "ready")
 
     def close(self, keep_workers: bool = False) -> None:
         if self.workers and not keep_workers:

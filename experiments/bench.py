@@ -79,6 +79,7 @@ class Bench:
     ):
         """Start the run on the engines of this kind; returns work(run)."""
         run.log.bar.disable |= not self.bar.disable
+        run.log.lines &= self.bar.disable
         try:
             run.start(self.engines.get(kind), dispatcher)
             return work(run)

@@ -4,6 +4,7 @@ checkpoint-<step>/ holds model and tokenizer in Hugging Face format, and beside 
 the optimiser, the schedule of its rate, the random state, and where every node's prompts stood.
 """
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from plumbing.ranks import whole
 
 STATE_FILE = "trainer.pt"  # beside the model
+BASE = "base"  # beside the checkpoints: what a run began with, if that was made here
 
 
 def save(path: Path, trainer, tokenizer, progress: dict) -> None:
@@ -49,6 +51,19 @@ def load(directory: str, nodes: int, batch: tuple[int, int]) -> tuple[dict, str]
             f"{path} is of a run with batches of {state['batch'][0]} x {state['batch'][1]}"
         )
     return state, str(path)
+
+
+def keep_base(base: str, run_dir: Path) -> None:
+    """Copy the initial model into a run's directory: the cache may have another one by the time the
+    run is resumed, and its KL penalty would have another reference."""
+    if Path(base).resolve() != (run_dir / BASE).resolve():
+        shutil.copytree(base, run_dir / BASE, dirs_exist_ok=True)
+
+
+def kept_base(resumed_from: str) -> str:
+    """The initial model of the run that a checkpoint is of; empty if it keeps none."""
+    path = Path(resumed_from).parent / BASE
+    return str(path) if resumed_from and path.is_dir() else ""
 
 
 def restore(trainer, state: dict) -> None:

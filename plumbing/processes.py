@@ -47,6 +47,7 @@ class Processes:
         self.error: RolloutError | None = None
         self.patience = math.inf  # seconds that a worker may be silent
         self.excused: set[int] = set()  # these may be silent for longer
+        self.starting: Callable[[int, str], None] = lambda worker, stage: None  # told how far it is
         self.heard: list[float] = []
         self._said: list[set[str]] = []
         self._wake_reader, self._wake_writer = mp.Pipe(duplex=False)
@@ -154,6 +155,8 @@ class Processes:
             raise RolloutError(f"rollout process {worker} died ({self._end(worker)})") from None
         with self.changed:
             self.heard[worker] = time.monotonic()
+            if kind == "stage":
+                self.starting(worker, *args)
             if kind == "fatal":
                 raise RolloutError(f"rollout process {worker} failed: {cause(args[0])}", args[0])
             if self._said[worker] or kind in ("ready", "begun"):

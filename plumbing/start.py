@@ -76,13 +76,14 @@ def prepare(settings: Settings) -> Start:
         )
     batch = settings.batch_size, settings.group_size
     state, resumed_from = checkpoint.load(settings.resume, ranks.nodes, batch)
-    made_here = settings.model.startswith("tiny")
-    if made_here:  # its tokenizer is known before it is made: say early what does not fit
+    base = checkpoint.kept_base(resumed_from)
+    if settings.model.startswith("tiny"):
+        # Its tokenizer is known before it is made: say early what does not fit.
         check_rows(settings, task, byte_tokenizer(), settings.model)
-    if ranks.rank == 0:
+    if ranks.rank == 0 and not base:
         resolve_model(settings.model, task, settings.env)  # makes it, if it has to be made
     ranks.barrier()
-    base = resolve_model(settings.model, task, settings.env)
+    base = base or resolve_model(settings.model, task, settings.env)
     tokenizer, longest = load_tokenizer(base)
     settings = replace(settings, max_model_len=min(settings.max_model_len, longest))
     refuse_long_stop(settings.env, task, tokenizer)

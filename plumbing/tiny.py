@@ -92,14 +92,20 @@ def make_tiny(path: Path, task: Task, tied: bool, steps: int | None = None) -> N
 
 
 def warm_up(model, tokenizer, task: Task) -> None:
-    """Teach the model until it has learnt the task, then make it unsure of it."""
+    """Teach the model until it has learnt the task, then make it unsure of it; with no steps at
+    most, leave it as random as it is."""
+    if not task.warmup_steps:
+        return
     play = Play(model, tokenizer, task)
+    what, shown = f"warm-up of the model `tiny`, once: solved, of {LEARNT:.0%}", sys.stderr.isatty()
     bar = tqdm(
         total=100,
-        desc=f"warm-up of the model `tiny`, once: solved, of {LEARNT:.0%}",
-        bar_format="{l_bar}{bar}| {elapsed}, {postfix}",
-        mininterval=0.1 if sys.stderr.isatty() else 10,  # a file is no place for a bar in motion
+        desc=what,
+        bar_format="{l_bar}{bar}| {elapsed}{postfix}",
+        disable=not shown,  # a file is no place for a bar in motion
     )
+    if not shown:
+        print(f"{what} (half a minute or so)", file=sys.stderr)
     with bar:
         for step in learn(model, tokenizer, task, task.warmup_steps):
             if step % EVERY and step != task.warmup_steps:

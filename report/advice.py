@@ -11,22 +11,55 @@ from pathlib import Path
 import numpy as np
 
 from report import theory
-from report.rows import TRAINER_TIMES, WORKER_TIMES, read_rows
+from report.rows import TRAINER_TIMES, WORKER_TIMES, idle_shares, read_rows
 
 
-def advise_run(rows: list[dict], config: dict) -> str:
-    """What Proposition 2 (`theory.advise`) makes of the times that a run has measured: a line with
-    the split and alpha to use, then what it rests on. Empty without the times of 10 steps.
+def hint(rows: list[dict], config: dict, free: int) -> str:
+    """One sentence on what to change, with the reason; empty if nothing that is at hand would help
+    much. `free`: cores, or GPUs, that no process of the run has."""
+    steps = [row for row in rows if "step" in row][3:]  # the first ones warm up
+    if len(steps) < 7:
+        return ""
+    idle, more = idle_shares(steps), "--batch_size" + (", --alpha" if config["alpha"] else "")
+    trainer, rollout = (f"{idle[side]:.0%}" for side in ("trainer", "rollout"))
+    if min(idle.values()) > 0.5:  # in sync, each waits for the other half of the time
+        return (
+            f"Trainer and workers wait at once ({trainer} and {rollout} of the time), for "
+            f"environments or rewards: more samples under way would fill that ({more})."
+        )
+    if config["alpha"] and free > 0:
+        if idle["trainer"] > 0.5:
+            return (
+                f"The trainer waits {trainer} of the time for samples, and there is room for "
+                f"another worker (--rollout_workers {config['rollout_workers'] + 1})."
+            )
+        if idle["rollout"] > 0.5:
+            return (
+                f"The workers wait {rollout} of the time for the trainer, and there is room for "
+                f"another rank of it (NPROC={config.get('trainers', 1) + 1})."
+            )
+    said = propose(steps, config)
+    if config["alpha"] or not said or not said.alpha:
+        return ""
+    measured = sum(row[f"t_{what}"] for row in steps for what in TRAINER_TIMES) / len(steps)
+    if said.seconds > 0.9 * measured:
+        return ""
+    return (
+        f"A step took {measured:.2f} s; it would take at most {said.seconds:.2f} s if training "
+        f"went on while the next batch is generated (--mode async --alpha {said.alpha})."
+    )
+
+
+def sizes_of(steps: list[dict], config: dict) -> dict:
+    """What Proposition 2 asks for, from the times of a run's steps; empty if they do not tell.
 
     `config["trainers"]` is the number of trainer ranks (1 if it is not there). On a machine without
     GPUs the workers of the proposition are processes; in sync both kinds have the whole machine, so
     each counts for all of them. The longest sample is taken to wait for nothing but decoding."""
-    steps = [row for row in rows if "step" in row][3:]  # the first ones warm up
-    made = sum(row["tokens_made"] for row in steps)
-    if len(steps) < 7 or not made:
-        return ""
-    times = (*TRAINER_TIMES, *(f"worker_{what}" for what in WORKER_TIMES))
-    total = {what: sum(row.get(f"t_{what}", 0.0) for row in steps) for what in times}
+    made = sum(row.get("tokens_made", 0) for row in steps)
+    if not made:
+        return {}
+    total = times_of(steps)
     rollouts, trainers = config["rollout_workers"], config.get("trainers", 1)
     length = float(np.mean([row["length_mean"] for row in steps]))
     engine_steps = sum(row["tokens_made"] / max(row["slots_used"], 1.0) for row in steps)
@@ -44,9 +77,28 @@ def advise_run(rows: list[dict], config: dict) -> str:
         * (total["train"] + total["publish"])
         / (len(steps) * steps[0]["samples"]),
     }
-    if not (sizes["longest"] > 0 < sizes["train"]):
+    return sizes if sizes["longest"] > 0 < sizes["train"] else {}
+
+
+def times_of(steps: list[dict]) -> dict[str, float]:
+    """Seconds of all steps, by what they went to."""
+    times = (*TRAINER_TIMES, *(f"worker_{what}" for what in WORKER_TIMES))
+    return {what: sum(row.get(f"t_{what}", 0.0) for row in steps) for what in times}
+
+
+def propose(steps: list[dict], config: dict) -> theory.Advice | None:
+    sizes = sizes_of(steps, config)
+    return theory.advise(**sizes) if sizes else None
+
+
+def advise_run(rows: list[dict], config: dict) -> str:
+    """What Proposition 2 (`theory.advise`) makes of the times that a run has measured: a line with
+    the split and alpha to use, then what it rests on. Empty without the times of 10 steps."""
+    steps = [row for row in rows if "step" in row][3:]  # the first ones warm up
+    sizes = sizes_of(steps, config) if len(steps) >= 7 else {}
+    if not sizes:
         return ""
-    said = theory.advise(**sizes)
+    said, total = theory.advise(**sizes), times_of(steps)
     measured = sum(total[what] for what in TRAINER_TIMES) / len(steps)
     how = f"alpha {said.alpha}, {said.rollout_workers} rollout + {said.trainers} trainer processes"
     if not said.alpha:

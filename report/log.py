@@ -6,19 +6,23 @@ The files of a run (see README): config.json, metrics.jsonl, samples.jsonl, trac
 import json
 import pickle
 import sys
+import time
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from plumbing.checks import notes_on_batch
+from plumbing.ranks import cores
 from plumbing.settings import Settings
-from report.advice import advise_run
+from report.advice import hint
 from report.rows import read_rows, summarize
 from report.timeline import TraceFile
 
 SAMPLES_A_STEP = 2  # written to samples.jsonl
+LINE_EVERY = 10  # seconds, where there is no terminal to draw a bar on
 
 
 class Log:
@@ -41,7 +45,8 @@ class Log:
         self.trace = TraceFile(self.dir / "trace.json", resumed_at)
         destinations = filter(None, settings.report_to.split(","))
         self.writers = [OPEN[name](flat, self.dir) for name in destinations]
-        self.quiet = not sys.stderr.isatty()
+        self.lines = not sys.stderr.isatty()  # a file is no place for a bar in motion
+        self.said = 0.0
         self.bar = tqdm(
             total=settings.steps,
             delay=1e-9,  # draw it at the first step, not while workers start
@@ -49,8 +54,13 @@ class Log:
             desc=settings.mode,
             unit="step",
             dynamic_ncols=True,
-            mininterval=10 if self.quiet else 0.1,  # a file is no place for a bar in motion
+            disable=self.lines,
         )
+
+    def begin(self) -> None:
+        """The first step begins: so does the clock of the bar."""
+        self.bar.unpause()
+        self.said = time.monotonic()
 
     def _cut(self, version: int) -> None:
         """Forget what was written after the checkpoint: those steps are about to be run again."""
@@ -90,23 +100,34 @@ class Log:
             self.samples.write(json.dumps(record) + "\n")
         self.samples.flush()
         seconds = row["t_wait"] + row["t_train"] + row["t_publish"]
-        self.bar.set_postfix_str(
+        now = (
             f"reward {row['reward_mean']:.2f}, staleness {row['staleness_mean']:.1f}, "
             f"{row['tokens'] / seconds:.0f} tok/s, idle: trainer {row['trainer_idle']:.0%} "
-            f"rollout {row['rollout_idle']:.0%}",
-            refresh=False,
+            f"rollout {row['rollout_idle']:.0%}"
         )
+        self.bar.set_postfix_str(now, refresh=False)
         self.bar.update()
+        if self.lines and time.monotonic() - self.said > LINE_EVERY:
+            self.said = time.monotonic()
+            print(f"step {row['step']} of {self.settings.steps}: {now}", file=sys.stderr)
 
     def greet(self) -> None:
         """Say what is about to start: it takes a while."""
         s = self.settings
+        processes = "1 process" if s.rollout_workers == 1 else f"{s.rollout_workers} processes"
         print(
             f"{s.model}, {s.batch_size} x {s.group_size} samples a step, alpha {s.alpha:g}, "
-            f"learning rate {s.learning_rate:g}; starting vLLM in {s.rollout_workers} rollout "
-            "process(es) ...",
+            f"learning rate {s.learning_rate:g}\n"
+            f"rollout: {processes} with vLLM; to start takes 10 to 30 s on a CPU, minutes on a GPU",
             file=sys.stderr,
         )
+        self.said = time.monotonic()
+
+    def starting(self, worker: int, stage: str) -> None:
+        """Say how far the first of the workers is."""
+        if worker == 0:
+            seconds = time.monotonic() - self.said
+            print(f"rollout: {stage} ({seconds:.0f} s)", file=sys.stderr)
 
     def evaluation(self, version: int, mean: float, solved: float, count: int, seconds: float):
         self._write(
@@ -144,8 +165,9 @@ class Log:
         figure = plot_reward([self.dir], self.dir / "reward.png")
         print(summarize(self.rows))
         config = json.loads((self.dir / "config.json").read_text())
-        if advice := advise_run(self.rows, config):
-            print(advice.splitlines()[0])
+        taken = config["trainers"] + config["rollout_workers"] * config["tensor_parallel"]
+        if change := hint(self.rows, config, (torch.cuda.device_count() or cores()) - taken):
+            print(change)
         print(f"files: {self.dir}/ (metrics.jsonl, samples.jsonl, checkpoint), figure: {figure}")
 
 

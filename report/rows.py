@@ -16,7 +16,7 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def summarize(rows: list[dict]) -> str:
-    """Reward first → last, times, staleness and idle shares of a run, and what to change."""
+    """Reward first → last, times, staleness and idle shares of a run."""
     steps = [row for row in rows if "step" in row]
     evals = [row for row in rows if "eval/solve_rate" in row]
     wall, samples = steps[-1]["wall_s"], sum(row["samples"] for row in steps)
@@ -47,12 +47,6 @@ def summarize(rows: list[dict]) -> str:
         f"max {max(row['staleness_max'] for row in steps)}; idle: trainer {idle['trainer']:.0%}, "
         f"rollout {idle['rollout']:.0%}",
     ]
-    if min(idle.values()) > 0.5:
-        lines.append("both wait, for environments: run more episodes (--alpha, --batch_size)")
-    elif idle["trainer"] > 0.5:
-        lines.append("the trainer waits most of the time: try more rollout workers or --alpha")
-    elif idle["rollout"] > 0.5:
-        lines.append("the workers wait most of the time: try more trainer ranks or --alpha")
     return "\n".join(lines)
 
 

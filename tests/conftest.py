@@ -24,6 +24,10 @@ class Odd(Addition):
     def reward(self, row, response):
         return float(bool(response) and ord(response[-1]) % 2)
 
+class Untaught(Odd):
+    """With random weights, which are made at once."""
+    warmup_steps = 0
+
 class Slow(Odd):
     """A reward that holds up the engine: whoever feeds it has the time to, on any machine."""
     def reward(self, row, response):

@@ -17,6 +17,7 @@
 
 import json
 import math
+import shutil
 from collections import Counter
 
 import numpy as np
@@ -33,8 +34,14 @@ from conftest import (
 from safetensors.torch import load_file
 
 import train
+from plumbing import checkpoint
 from plumbing.settings import parse
 from report.timeline import read_trace
+
+STATE = {  # of a run that has taken one step, on one node
+    "version": 1, "wall": 1.0, "batch": (4, 4),
+    "nodes": [{"first_index": 4, "dropped": {}, "trained": set()}],
+}  # fmt: skip
 
 
 def train_slowly(run) -> None:
@@ -133,6 +140,25 @@ def test_resume_goes_on_as_if_nothing_had_happened(worker, tasks, name):
     assert [same(row) for row in rows_of(resumed)] == [same(row) for row in rows_of(whole)]
     first, second = weights_of(whole), weights_of(resumed)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_resumed_run_keeps_the_model_that_it_began_with(worker, tasks, tmp_path, monkeypatch):
+    """Also if the cache has another one by now, or none: the KL penalty goes on from there."""
+    monkeypatch.setattr("plumbing.models.CACHE", tmp_path)
+    flags = ["--mode", "sync", "--model", "tiny", "--kl_coef", "0.1"]
+    flags += ["--env", f"{tasks}:Untaught", "--run_dir", str(tmp_path / "run"), "--eval_every", "0"]
+    flags += ["--batch_size", "4", "--group_size", "4", "--max_model_len", "128"]
+    begun = train.Run(parse([*flags, "--steps", "1"]))
+    reference = {name: value.clone() for name, value in begun.trainer.reference.named_parameters()}
+    checkpoint.save(tmp_path / "run/checkpoint-1", begun.trainer, begun.tokenizer, STATE)
+    begun.close()
+    for model in tmp_path.glob("tiny-*"):
+        shutil.rmtree(model)
+    resumed = train.Run(parse([*flags, "--steps", "2", "--resume", str(tmp_path / "run")]))
+    resumed.close()
+    assert not list(tmp_path.glob("tiny-*"))  # none was made
+    for name, value in resumed.trainer.reference.named_parameters():
+        assert torch.equal(value, reference[name])
 
 
 def test_resume_in_async_mode_loses_no_prompt_and_keeps_the_bound(worker):

@@ -1,4 +1,7 @@
-"""What a run says of its first batch, and that it is silent of all others."""
+"""What a run says of its first batch and is silent of in all others; its bar, or lines."""
+
+import itertools
+from types import SimpleNamespace
 
 from plumbing.settings import Settings
 from plumbing.tiny import byte_tokenizer
@@ -29,3 +32,31 @@ def test_a_first_batch_that_teaches_nothing_is_told_about_once(tmp_path, capfd):
 
 def test_a_first_batch_with_something_to_learn_is_not_told_about(tmp_path, capfd):
     assert said(tmp_path, capfd, WELL, WELL | ILL | {"step": 2}) == []
+
+
+def test_where_there_is_no_terminal_lines_are_written_now_and_then_and_no_bar(
+    tmp_path, capfd, monkeypatch
+):
+    clock = itertools.count(0.0, 4.0)
+    monkeypatch.setattr("report.log.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    log = Log(Settings(run_dir=str(tmp_path / "run"), steps=7), 1, None)
+    log.begin()
+    for step in range(1, 8):
+        log.step(WELL | {"step": step}, [], byte_tokenizer())
+    log.close()
+    lines = capfd.readouterr().err
+    assert "\r" not in lines and "step/s" not in lines
+    assert [line.split(":")[0] for line in lines.splitlines()] == ["step 3 of 7", "step 6 of 7"]
+
+
+def test_the_clock_of_the_bar_begins_with_the_first_step(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    log = Log(Settings(run_dir=str(tmp_path / "run"), steps=7), 1, None)
+    log.bar._time = lambda: now[0]
+    log.bar.start_t = log.bar.last_print_t = 0.0
+    now[0] = 100.0  # the workers have started
+    log.begin()
+    now[0] = 102.0
+    assert log.bar.format_dict["elapsed"] == 2.0
+    log.close()

@@ -39,17 +39,3 @@ def test_a_summary_has_reward_solve_rate_times_and_staleness():
     assert "0.000 (version 0) → 0.500 (version 4, 64 prompts)" in said
     assert "8 steps in 16.0 s, 5 samples/s" in said and "train 0.250 s" in said
     assert "staleness mean 0.50, max 2" in said and "idle: trainer 29%" in said
-
-
-@pytest.mark.parametrize(
-    ("times", "hint"),
-    [
-        ({"t_wait": 3.0, "t_train": 1.0, "t_worker_decode": 1.0}, "more rollout workers"),
-        ({"t_train": 1.0, "t_worker_idle": 3.0, "t_worker_decode": 1.0}, "more trainer ranks"),
-        ({"t_wait": 1.0, "t_worker_idle": 1.0}, "both wait, for environments"),
-        ({"t_train": 1.0, "t_worker_decode": 1.0}, ""),
-    ],
-)
-def test_a_summary_says_what_to_change_where_one_side_mostly_waits(times, hint):
-    said = summarize([step(n, **times) for n in range(1, 4)])
-    assert hint in said and len(said.splitlines()) == 3 + bool(hint)

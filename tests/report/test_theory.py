@@ -4,6 +4,7 @@ import heapq
 import json
 import math
 import random
+import re
 
 import pytest
 
@@ -162,6 +163,32 @@ def test_in_sync_each_side_counts_for_the_whole_machine():
     # All of the machine takes 0.96 s to generate 64 samples and 0.64 s to train on them.
     assert "(measured: 1.600 s at alpha 0)" in said and "of sync 2.400 s" in said
     assert "30.00 ms" in said and "20.00" in said
+
+
+LONG_TAIL = {"t_wait": 5.0, "t_worker_decode": 1.0, "t_worker_load": 0.01, "t_train": 0.1}
+LONG_TAIL |= {"slots_used": 2.0, "length_max": 600}
+
+
+@pytest.mark.parametrize(
+    ("alpha", "free", "times", "said"),
+    [
+        (1.0, 1, {"t_wait": 2.0}, "trainer waits 76% .* another worker (--rollout_workers 2)"),
+        (1.0, 0, {"t_wait": 2.0}, ""),  # nobody could act on it
+        (1.0, 1, {"t_worker_idle": 2.0}, "workers wait 68% .* another rank of it (NPROC=2)"),
+        (1.0, 0, {"t_worker_idle": 2.0}, ""),
+        (1.0, 1, {}, ""),
+        # A reward that waits for a server: what overlaps more is not what helps, nor is sync.
+        (1.0, 1, {"t_wait": 2.0, "t_worker_idle": 2.0}, "wait at once .* (--batch_size, --alpha)"),
+        (0.0, 1, {"t_wait": 2.0, "t_worker_idle": 2.0}, "wait at once .* (--batch_size)"),
+        (0.0, 1, {"t_wait": 0.96, "t_worker_idle": 0.7}, ""),  # the bounds promise less
+        (0.0, 1, LONG_TAIL, "at most 3.0. s .* --alpha 4"),
+    ],
+)
+def test_a_run_ends_with_one_sentence_that_can_be_acted_on_or_none(alpha, free, times, said):
+    hint = advice.hint(rows(**times), {"rollout_workers": 1, "alpha": alpha}, free)
+    assert bool(hint) == bool(said) and hint.count("\n") == 0
+    assert re.search(said.replace("(", r"\(").replace(")", r"\)"), hint)
+    assert advice.hint(rows(9, **times), {"rollout_workers": 1, "alpha": alpha}, free) == ""
 
 
 def test_a_short_run_is_given_no_advice(tmp_path, capsys, monkeypatch):
