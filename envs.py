@@ -361,6 +361,7 @@ class Episode:
         with spans("turn", self.lane, **whose) as args:
             await self.engine.generate(turn)
             args["tokens"] = len(turn.ids)
+        turn.truncated &= length is None or most < length  # else it is as long as it should be
         self.ids += turn.ids
 
     async def step(self) -> None:

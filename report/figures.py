@@ -14,6 +14,7 @@ from report.rows import idle_shares, read_rows
 from report.timeline import read_trace
 
 WINDOW = 3  # steps of the slowest run that the timelines show
+VERSION_COLORS = ("#4c78a8", "#f2a65a", "#6fb36f", "#d98cb3", "#9a8bd0", "#5fbcbf")  # taken in turn
 COLORS = {
     "wait": "#dddddd", "idle": "#dddddd",
     "episodes": "C9",
@@ -111,6 +112,100 @@ def gantt(axis, trace: list[dict], start: float, end: float) -> set[str]:
     axis.set(xlim=(0, end - start), ylim=(max(top, 1.0), -0.1))
     axis.set_yticks(list(ticks), list(ticks.values()), fontsize=8)
     return {name for name, _ in drawn}
+
+
+def has_steps(run: Path) -> bool:
+    """Whether a run has a trace.json with a step in it."""
+    return any(event["name"] == "step" for event in read_trace(run / "trace.json"))
+
+
+def by_version(trace: list[dict], pid: int) -> list[tuple[float, float]]:
+    """When (microseconds) an engine began to decode under which version: as its commits end."""
+    commits = [e for e in trace if e["name"] == "commit" and e["pid"] == pid and e["ph"] == "X"]
+    return [(e["ts"] + e["dur"], e["args"]["version"]) for e in commits]
+
+
+def pieces(turn: dict, committed: list[tuple[float, float]]) -> list[tuple[int, float, float]]:
+    """A turn cut at the weight updates that fell into it: version, begin, end (microseconds)."""
+    begin, end = turn["ts"], turn["ts"] + turn["dur"]
+    before = [version for at, version in committed if at <= begin]
+    inside = [(at, version) for at, version in committed if begin < at < end]
+    starts = [(begin, before[-1] if before else 0), *inside]
+    ends = [at for at, _ in inside] + [end]
+    return [(version, start, end) for (start, version), end in zip(starts, ends, strict=True)]
+
+
+def plot_turns(runs: dict[str, Path], target: Path, steps: int = 4) -> Path:
+    """Runs on one scale of time, by their titles: what the trainer did, and below it every place of
+    the engine, each turn in the colours of the versions that decoded it. White is waiting. The
+    longest turn is outlined. Shows so many steps of the first run, and as many seconds of all."""
+    traces = {title: read_trace(run / "trace.json") for title, run in runs.items()}
+    begin, end = window(next(iter(traces.values())), steps)
+    seconds = end - begin
+    figure, axes = plt.subplots(
+        2 * len(runs), 1, figsize=(11, 3.1 * len(runs)), sharex=True,
+        height_ratios=[1, 7] * len(runs), layout="constrained",
+    )  # fmt: skip
+    for number, (title, trace) in enumerate(traces.items()):
+        trainer, engine = axes[2 * number : 2 * number + 2]
+        start = window(trace, steps)[0]
+        mine = [e for e in trace if e["ph"] == "X" and e["ts"] < (start + seconds) * 1e6]
+        mine = [e for e in mine if e["ts"] + e["dur"] > start * 1e6]
+        draw_trainer(trainer, mine, start)
+        draw_places(engine, trace, mine, start)
+        trainer.set_title(title, loc="left", fontsize=11, fontweight="bold")
+        for axis in (trainer, engine):
+            axis.set(xlim=(0, seconds))
+            axis.spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xlabel("seconds")
+    figure.savefig(target, dpi=120)
+    plt.close(figure)
+    return target
+
+
+def draw_trainer(axis, events: list[dict], start: float) -> None:
+    """Training and publishing of a trainer; white where it waits."""
+    for name, color in (("train", "#555555"), ("publish", "C3")):
+        bars = [e for e in events if e["pid"] == 1 and e["name"] == name]
+        bars = [(e["ts"] / 1e6 - start, e["dur"] / 1e6) for e in bars]
+        axis.broken_barh(bars, (0, 1), color=color, linewidth=0)
+    axis.set(ylim=(0, 1))
+    axis.set_yticks([0.5], ["trainer: trains, publishes"], fontsize=8)
+    axis.tick_params(length=0)
+
+
+def draw_places(axis, trace: list[dict], events: list[dict], start: float) -> None:
+    """The turns of the first engine, a row a place."""
+    turns = [e for e in events if e["pid"] == 2 and e["name"] == "turn"]
+    committed = by_version(trace, 2)
+    places = max((turn["tid"] for turn in turns), default=2)
+    drawn: dict[tuple, list] = {}  # one call of matplotlib for all that looks the same
+    for turn in turns:
+        for version, begin, end in pieces(turn, committed):
+            bar = begin / 1e6 - start, (end - begin) / 1e6
+            drawn.setdefault((version, turn["tid"]), []).append(bar)
+    for (version, lane), bars in drawn.items():
+        color = VERSION_COLORS[version % len(VERSION_COLORS)]
+        axis.broken_barh(bars, (lane - 2, 0.9), color=color, linewidth=0)
+    versions = sorted({version for version, _ in drawn})
+    colors = [VERSION_COLORS[version % len(VERSION_COLORS)] for version in versions]
+    labels = [f"version {version}" for version in versions]
+    patches = [Patch(color=color, label=of) for color, of in zip(colors, labels, strict=True)]
+    ended = [turn for turn in turns if "tokens" in turn.get("args", {})]  # not cancelled
+    whole = [turn for turn in ended if turn["ts"] >= start * 1e6]
+    if whole:
+        last = max(whole, key=lambda turn: turn["dur"])
+        under = ", ".join(str(version) for version, *_ in pieces(last, committed))
+        lane, begin, end = last["tid"] - 1.5, last["ts"] / 1e6 - start, last["dur"] / 1e6
+        axis.annotate(
+            f"longest turn: {last['args']['tokens']} tokens, under version {under}",
+            (begin + end / 2, lane), (begin + end / 2, lane + 0.14 * places),
+            fontsize=8, ha="center",
+            arrowprops={"arrowstyle": "->"}, bbox={"color": "white", "pad": 1},
+        )  # fmt: skip
+    axis.legend(handles=patches, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    axis.set(ylim=(places, 0))
+    axis.set_ylabel("places of the engine\n(white: waits)", fontsize=8)
 
 
 def window(trace: list[dict], steps: int) -> tuple[float, float]:

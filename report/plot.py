@@ -1,6 +1,6 @@
 """Figures of finished runs.
 
-    bash launch.sh plot RUN_DIR...                      reward.png and timeline.png
+    bash launch.sh plot RUN_DIR...                      reward.png, timeline.png and turns.png
     bash launch.sh plot RUN_DIR... --metrics ratio_ess,kl_behaviour     and these, step by step
 """
 
@@ -8,7 +8,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from report.figures import plot_metrics, plot_reward, plot_timeline
+from report.figures import has_steps, plot_metrics, plot_reward, plot_timeline, plot_turns
 from report.rows import read_rows, summarize
 
 
@@ -31,6 +31,9 @@ def main() -> int:
     reward = "reward.png" if len(args.runs) == 1 else "compare.png"
     print(plot_reward(args.runs, directory / reward))
     print(plot_timeline(args.runs, directory / "timeline.png"))
+    timed = {run.name: run for run in args.runs if has_steps(run)}
+    if timed:
+        print(plot_turns(timed, directory / "turns.png"))
     try:
         if keys := [key for key in args.metrics.split(",") if key]:
             print(plot_metrics(args.runs, keys, directory / "metrics.png"))

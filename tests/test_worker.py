@@ -109,7 +109,7 @@ def serving(tmp_path, monkeypatch, request):
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    assert mine.recv() == ("ready",)
+    assert mine.recv()[0] == "stage" and mine.recv() == ("ready",)
     mine.send(("commit", 0))
     yield SimpleNamespace(
         loop=loops[0],

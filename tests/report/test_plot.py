@@ -117,3 +117,42 @@ def test_a_run_without_a_step_is_refused_in_one_line(tmp_path, plot, capsys, tex
     assert plot(tmp_path / "run") == 2
     err = capsys.readouterr().err
     assert err == f"report.plot: no metrics.jsonl with steps in {tmp_path / 'run'}\n"
+
+
+def test_a_turn_has_the_colours_of_the_versions_that_decoded_it():
+    committed = [(0, 3), (10, 4), (20, 5)]  # (microseconds, version)
+    assert figures.pieces({"ts": 1, "dur": 4}, committed) == [(3, 1, 5)]
+    assert figures.pieces({"ts": 5, "dur": 17}, committed) == [(3, 5, 10), (4, 10, 20), (5, 20, 22)]
+    assert figures.pieces({"ts": 10, "dur": 10}, committed) == [(4, 10, 20)]
+    assert figures.pieces({"ts": 1, "dur": 2}, []) == [(0, 1, 3)]  # a trace that begins later
+
+
+def test_the_picture_of_turns_has_one_scale_for_all_runs(tmp_path, monkeypatch):
+    def event(name, pid, tid, begin, end, **args):
+        place = {"pid": pid, "tid": tid, "ts": int(begin * 1e6), "dur": int((end - begin) * 1e6)}
+        return {"name": name, "ph": "X", **place, "args": args}
+
+    def write(run, pace):
+        run.mkdir()
+        events = []
+        for step in range(6):
+            at = step * pace
+            events.append(event("step", 1, 1, at, at + pace, step=step + 1))
+            events.append(event("commit", 2, 1, at, at + 0.01, version=step))
+            events.append(event("turn", 2, 2, at + 0.02, at + 0.02 + pace, tokens=7))
+        lines = "".join(json.dumps(e) + ",\n" for e in events)
+        (run / "trace.json").write_text("[\n" + lines)
+        return run
+
+    kept = []
+    monkeypatch.setattr(figures.plt, "close", kept.append)
+    runs = {"slow": write(tmp_path / "slow", 1.0), "fast": write(tmp_path / "fast", 0.25)}
+    figures.plot_turns(runs, tmp_path / "turns.png", steps=2)
+    axes = kept[0].axes
+    assert [axis.get_xlim() for axis in axes] == [(0.0, 2.0)] * 4
+    said = [text.get_text() for axis in axes for text in axis.texts]
+    assert said == [
+        "longest turn: 7 tokens, under version 2, 3", "longest turn: 7 tokens, under version 2, 3"
+    ]  # fmt: skip
+    labels = [[t.get_text() for t in axis.get_legend().get_texts()] for axis in axes[1::2]]
+    assert labels[0] == ["version 1", "version 2", "version 3", "version 4"]
