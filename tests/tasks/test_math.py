@@ -70,12 +70,14 @@ def test_the_last_complete_box_counts(text, inside):
 @pytest.mark.parametrize("unit", [r"\boxed{", r"\boxed{\boxed ", "{", r"\boxed{7}"])
 def test_the_work_for_boxes_grows_with_the_text_only(unit):
     def seconds(size):
-        text, start = unit * (size // len(unit)), time.process_time()
-        boxed(text)
-        return time.process_time() - start
+        text, times = unit * (size // len(unit)), []
+        for _ in range(3):
+            start = time.process_time()
+            boxed(text)
+            times.append(time.process_time() - start)
+        return min(times)
 
-    assert seconds(28_000) < 1  # far above what it takes, far below what a second loop would
-    assert seconds(1_000_000) < 20
+    assert seconds(640_000) < 64 * seconds(40_000)  # 16 times as much; 256 with a second loop
 
 
 # --- with and without a process
@@ -123,9 +125,7 @@ def test_no_alarm_outlives_its_check():
 
 
 def test_an_answer_that_takes_too_long_is_wrong_and_the_next_check_works(math):
-    start = time.monotonic()
-    assert give(math, "x+1", SLOW) == 0.0
-    assert time.monotonic() - start < 60  # the test's process may be slow; the answer never ends
+    assert give(math, "x+1", SLOW) == 0.0  # to judge it would never end
     assert give(math, "x+1", "1+x") == 1.0
 
 
