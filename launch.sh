@@ -17,8 +17,7 @@ ROLL Flash: asynchronous RL post-training of language models, in a few readable 
                                    TASKS: addition, rlvr, grid, ...; --sweep: at which lengths and latencies it pays
   bash launch.sh mechanisms [...]  what each scheduling mechanism is worth here, against the naive form: a table
   bash launch.sh parity [flags]    async against sync at as many samples: final reward over seeds, table and figure
-  bash launch.sh sim [NAMES]       the paper's experiments on a virtual clock: its numbers beside ours;
-                                   sim validate RUN_DIR...: a finished run, simulated from its own rates
+  bash launch.sh sim [NAMES]       the paper's experiments on a virtual clock; sim validate RUN_DIR...: a finished run
   bash launch.sh check [flags]     what would silently fail: settings, data, rewards, model; in seconds
   bash launch.sh gpu-check         what only a GPU can tell, as one table (over gloo where there is none); minutes
   bash launch.sh plot RUN_DIR...   figures of finished runs; --metrics NAME,... draws any metric
@@ -41,8 +40,7 @@ Flags of training (batch_size counts groups; all files of a run are in --run_dir
   bash launch.sh --mode async --alpha 2 --steps 50      # generation may be two batches ahead
   bash launch.sh --env grid --batch_size 16 --steps 80  # a game of several turns
   NPROC=2 bash launch.sh                                # two trainer processes, through torchrun
-  NPROC=6 TORCHRUN_ARGS="--nnodes 2 --node_rank 0 --master_addr HOST" bash launch.sh --rollout_workers 2
-                                                        # the same on node 1 with --node_rank 1: docs/scaling.md
+  NPROC=6 TORCHRUN_ARGS="--nnodes 2 ..." bash launch.sh # two nodes: docs/scaling.md
 
 File names are taken from this folder. The environment is made in .venv by the first call: PYTHON=/path/to/python
 chooses its Python (3.11 to 3.13), DEVICE=cpu the CPU packages on a machine with GPUs; removing .venv makes it anew.
@@ -193,6 +191,10 @@ if [[ -n ${NPROC-}${TORCHRUN_ARGS-} && ${script-} == train.py && -f plumbing/set
   # flags alone can be told for any number of machines, data and model for this one.
   first=plumbing.start; [[ ! ${TORCHRUN_ARGS-} ]] || first=plumbing.settings
   "$PWD/.venv/bin/python" -m $first "$@" || exit $?
+fi
+if [[ ${script-} == train.py && $# == 0 && -z ${NPROC-}${TORCHRUN_ARGS-} && $(<.venv/.kind) == requirements.txt ]]; then
+  # The quick run on GPUs: every one is used, and the task is one that a chat model can learn from its first step on.
+  cmd+=(--env max3 --rollout_workers 0)
 fi
 export PATH="$PWD/.venv/bin:$PATH"  # vLLM calls tools (ninja) that lie there
 exec "$PWD/.venv/bin/python" "${cmd[@]}"  # exec: signals and the exit code pass straight through

@@ -46,7 +46,7 @@ from tqdm import tqdm
 from buffer import Sample, SampleBuffer, Ticket
 from envs import Episode, Limits, Unwanted, run_episode
 from plumbing.calls import EnvCalls
-from plumbing.processes import Processes, RolloutError, cause, die_with_parent
+from plumbing.processes import LOADING, Processes, RolloutError, cause, die_with_parent
 from plumbing.settings import Settings
 from plumbing.spans import STEP_LIMIT, Span, spans
 from plumbing.weights import Arrivals, Manifest
@@ -162,12 +162,13 @@ class Scheduler:
             self._take_results(worker, *args)
         elif kind == "paused":
             self._update.paused.add(worker)
-            self.workers.excused.add(worker)  # it waits for the others: it may be silent
-            if len(self._update.paused) == self.workers.count:
-                self.workers.excused.clear()
+            self.workers.slack[worker] = math.inf  # it waits for the others: it may be silent
+            if len(self._update.paused) == self.workers.count:  # now all receive and load
+                self.workers.slack = dict.fromkeys(range(self.workers.count), LOADING)
         elif kind == "loaded":
             _, scores, self._update.arrived[worker] = args
             self._update.loaded[worker] = np.asarray(scores)
+            self.workers.slack.pop(worker, None)
             self._commit()
 
     def holds(self, worker: int) -> str:

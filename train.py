@@ -36,7 +36,7 @@ from plumbing import checkpoint, replay
 from plumbing.packing import Piece, cut
 from plumbing.policy import load_policy
 from plumbing.processes import Processes, RolloutError, kill_children_and_exit
-from plumbing.ranks import Ranks, whole
+from plumbing.ranks import Ranks, cores, whole
 from plumbing.settings import Settings, notes, parse
 from plumbing.spans import spans
 from plumbing.start import Start, prepare
@@ -310,7 +310,7 @@ class Run:
             dtype=start.dtype,
             # The prompts of the tiny model's single-turn tasks are shorter than a block.
             prefix_caching=self.task.max_turns > 1 or not settings.model.startswith("tiny"),
-            gpu_share=self.ranks.gpu_share,
+            gpu_share=0.0,  # each worker's: see `_begin`
         )
 
     def start(
@@ -342,14 +342,15 @@ class Run:
     def _begin(self, new: bool) -> None:
         """Have the workers start their engines, or drop what they did for an earlier run."""
         settings, workers = self.settings, self.workers
-        specs = [self.spec] * settings.rollout_workers
+        plan = self.ranks.plan
+        specs = [replace(self.spec, gpu_share=share) for share in plan.shares]
         if new and self.log:
-            self.log.greet()
+            self.log.greet(self._where())
             workers.starting = self.log.starting
         with spans("start"):
             if new:
                 workers.start(
-                    self.worker_main, specs, self.ranks.worker_devices, self.worker_threads
+                    self.worker_main, specs, plan.visible(), self.worker_threads
                 )
             workers.listen(self.scheduler.hear, self.scheduler.holds, settings.start_timeout)
             for worker, spec in enumerate(() if new else specs):
@@ -357,6 +358,12 @@ class Run:
             workers.await_word("ready" if new else "begun", settings.start_timeout)
         if new and self.log:
             self.log.starting(0, "ready")
+
+    def _where(self) -> str:
+        """The plan of devices, and of cores."""
+        trainer, worker = torch.get_num_threads(), self.worker_threads
+        threads = f"threads: {trainer} a trainer rank, {worker} a worker, of {cores()} cores"
+        return f"{self.ranks.plan}; {threads}"
 
     def close(self, keep_workers: bool = False) -> None:
         if self.workers and not keep_workers:
@@ -509,6 +516,8 @@ def main(argv: list[str] | None = None) -> int:
             bug = sys.exc_info()[1]
             run.ranks.leave(message or (repr(bug) if bug else ""))
             run.close()
+            if not (bug or message):
+                run.ranks.end()
     if message:  # after everything that closing may print: the last line says what happened
         print(f"train.py: {message}", file=sys.stderr)
     return code

@@ -47,6 +47,7 @@ from envs import Row
 from experiments import naive
 from experiments.bench import Bench, band, ratio, spread, table, train_to_the_end, write_json
 from experiments.mechanisms import lognormal
+from plumbing.devices import usable_gpus
 from plumbing.models import resolve_model
 from plumbing.settings import Settings, as_flags, parse
 from plumbing.spans import spans
@@ -136,8 +137,8 @@ class Arm(NamedTuple):
 
 def arms_of(cores: int, alphas: list[float]) -> list[Arm]:
     """Naive sync first, then the candidates for the strongest, then async."""
-    if torch.cuda.is_available():  # in sync trainer and workers share the GPUs, in async they split
-        gpus = torch.cuda.device_count()
+    if usable_gpus():  # in sync trainer and workers share the GPUs, in async they split
+        gpus = usable_gpus()
         sync = [Arm("sync", "sync", 0, gpus, 1, 1)]
         split = max(1, gpus - 1)
     else:

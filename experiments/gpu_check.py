@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from plumbing.devices import usable_gpus
 from plumbing.processes import child_environment
 from plumbing.ranks import cores
 
@@ -43,10 +44,10 @@ SHAPES = {  # as config.json of Qwen2-0.5B has them
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
     },
 }  # fmt: skip
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cuda" if usable_gpus() else "cpu"
 DEVICES = None  # those that a step sees; on the CPU nothing is said of any
 if DEVICE == "cuda":
-    every = ",".join(map(str, range(torch.cuda.device_count())))
+    every = ",".join(map(str, range(usable_gpus())))
     DEVICES = os.environ.get("CUDA_VISIBLE_DEVICES") or every
 DTYPE = torch.bfloat16
 SAMPLES, LENGTH, PROMPT = {"cuda": (64, 1024, 256), "cpu": (16, 96, 32)}[DEVICE]  # of a train step
@@ -125,7 +126,7 @@ def alone(step: str, folder: str) -> int:
 
 def table(lines: list) -> str:
     """Markdown, to be pasted into the README."""
-    where = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}" if DEVICE == "cuda" \
+    where = f"{usable_gpus()} x {torch.cuda.get_device_name(0)}" if DEVICE == "cuda" \
         else f"no GPU ({os.cpu_count()} CPU cores, gloo, small shapes)"  # fmt: skip
     head = f"| {where}, torch {torch.__version__}, Python {platform.python_version()} | |"
     rows = [f"| {what} | {state.replace('|', '/')} |" for what, state in lines]
@@ -251,7 +252,7 @@ def group(folder: str, say: Callable) -> None:
     """Weight group made, used and aborted."""
     from plumbing.weights import Wire, open_store
 
-    gpus = torch.cuda.device_count() if DEVICE == "cuda" else 0
+    gpus = usable_gpus() if DEVICE == "cuda" else 0
     backend, world = ("nccl", min(2, gpus)) if gpus else ("gloo", 2)
     store = open_store(world, 60, "127.0.0.1")
     wire = Wire("127.0.0.1", store.port, 1, world, backend, 60.0)
@@ -447,8 +448,8 @@ def trainer(folder: str, say: Callable) -> None:
 
 def run(mode: str, processes: int, folder: str, say: Callable) -> None:
     """Train for three steps as a user would, and say how fast."""
-    if DEVICE == "cuda" and torch.cuda.device_count() < processes:
-        raise Skipped(f"{torch.cuda.device_count()} GPU here")
+    if DEVICE == "cuda" and usable_gpus() < processes:
+        raise Skipped(f"{usable_gpus()} GPU here")
     out = Path(folder) / f"{mode}-{processes}"
     flags = ["--mode", mode, "--model", f"{folder}/0", "--env", "addition", "--steps", "3"]
     flags += ["--eval_every", "0", "--batch_size", "8", "--group_size", "4", "--max_tokens", "64"]

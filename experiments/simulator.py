@@ -333,7 +333,7 @@ class SimProcesses:
 
     def __init__(self, workers: list[SimWorker]):
         self.workers, self.count = workers, len(workers)
-        self.changed, self.excused = threading.Condition(), set()
+        self.changed, self.slack = threading.Condition(), {}
 
     def send(self, worker: int, *message) -> None:
         self.workers[worker].on_message(*message)

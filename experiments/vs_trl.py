@@ -155,16 +155,16 @@ def check_tokens(job: dict, tokenizer) -> None:
 def make_job(steps: int, seed: int, threads: int) -> dict:
     """The model directory and the prompts of a run, in the order in which train.py takes them."""
     sys.path.insert(0, str(ROOT))
-    import torch
     from transformers import AutoTokenizer
 
     from envs import prompt_order
     from plumbing.chat import encode_prompt
+    from plumbing.devices import usable_gpus
     from plumbing.models import resolve_model
     from plumbing.settings import Settings
     from tasks.find import make_task
 
-    if torch.cuda.is_available():
+    if usable_gpus():
         raise BenchmarkError("this compares the two on the CPU; here train.py would use the GPU")
     task = make_task(Settings(env="addition"), seed)
     model = resolve_model("tiny", task, "addition")

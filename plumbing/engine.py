@@ -34,6 +34,7 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import Executor
 
 from envs import Turn
+from plumbing.devices import usable_gpus
 from plumbing.weights import Manifest, Wire, checksum, receive
 
 PROBE = "probe"  # request ids that start with this are scored alone
@@ -164,8 +165,11 @@ class Engine:
     `spec` is a `rollout.WorkerSpec`."""
 
     def __init__(self, spec):
-        on_cpu = not torch.cuda.is_available()
-        limits = {"gpu_memory_utilization": spec.gpu_share}
+        on_cpu = not usable_gpus()
+        # After an update everything that runs is recomputed: prompts go in as many as there is
+        # memory for, not the 2,048 tokens a step that vLLM takes for an engine of its core alone.
+        tokens = max(8192, spec.limits.max_model_len)
+        limits = {"gpu_memory_utilization": spec.gpu_share, "max_num_batched_tokens": tokens}
         if on_cpu:
             # vLLM's matmul, oneDNN's, compiles for every new number of tokens, 1 ms a matrix, and
             # packs all matrices again at every publish. From hidden size 576 on it makes up for
@@ -186,6 +190,7 @@ class Engine:
         args = EngineArgs(
             model=spec.model,
             skip_tokenizer_init=True,  # ids in, ids out: the stop ids of a turn include EOS
+            load_format="dummy",  # random: a first publish that brings nothing shows
             dtype=spec.dtype,
             seed=spec.settings.seed,
             max_model_len=spec.limits.max_model_len,

@@ -18,6 +18,8 @@ from multiprocessing.connection import Connection, wait
 
 import torch.multiprocessing as mp
 
+LOADING = 4.0  # times as long as else a worker may be silent while it receives and loads weights
+
 
 class RolloutError(RuntimeError):
     """The rollout side failed. `details` is the child's traceback, if there is one."""
@@ -46,7 +48,7 @@ class Processes:
         self.changed = threading.Condition()  # the one lock, and the word that there is news
         self.error: RolloutError | None = None
         self.patience = math.inf  # seconds that a worker may be silent
-        self.excused: set[int] = set()  # these may be silent for longer
+        self.slack: dict[int, float] = {}  # these may be silent for so many times as long
         self.starting: Callable[[int, str], None] = lambda worker, stage: None  # told how far it is
         self.heard: list[float] = []
         self._said: list[set[str]] = []
@@ -86,7 +88,7 @@ class Processes:
             self.hear, self.holds, self.patience = hear, holds, patience
             self.heard = [time.monotonic()] * self.count
             self._said = [set() for _ in self.pipes]
-            self.excused.clear()
+            self.slack.clear()
         if not self._thread.is_alive():
             self._thread.start()
 
@@ -167,12 +169,14 @@ class Processes:
     def check_alive(self) -> None:
         """Raise RolloutError for a worker that has been silent for too long."""
         for worker, heard in enumerate(self.heard):
-            if worker in self.excused:
+            slack = self.slack.get(worker, 1.0)
+            if slack == math.inf:
                 self.heard[worker] = time.monotonic()
-            elif (silent := time.monotonic() - heard) > self.patience:
+            elif (silent := time.monotonic() - heard) > slack * self.patience:
+                more = f", {slack:g} times while it loads" if slack > 1 else ""
                 raise RolloutError(
-                    f"rollout process {worker} has not answered for {silent:.0f} s "
-                    f"(it holds {self.holds(worker)}; --worker_timeout {self.patience:g})"
+                    f"rollout process {worker} has not answered for {silent:.0f} s (it holds "
+                    f"{self.holds(worker)}{more}; --worker_timeout {self.patience:g})"
                 )
 
     def _end(self, worker: int) -> str:

@@ -14,39 +14,50 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from plumbing.devices import default_workers, plan, usable_gpus
 from plumbing.nodes import Watch, choose_interface
 
 
 class Ranks:
     """This process among the trainer ranks, and the devices of its node."""
 
-    def __init__(self, rollout_workers: int = 1, tensor_parallel: int = 1):
+    def __init__(
+        self, rollout_workers: int = 1, tensor_parallel: int = 1, batch_timeout: float = 0.0
+    ):
+        """`rollout_workers` 0: as many as there is room for. In a collective other ranks wait for
+        this node's next batch, so they have more patience than `batch_timeout` (seconds)."""
+        patience = timedelta(seconds=max(3600.0, 2 * batch_timeout))
         self.rank = int(os.environ.get("RANK", 0))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.local_world = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
         self.nodes, self.node = self.world // self.local_world, self.rank // self.local_world
-        gpus = torch.cuda.device_count()
-        self.device = torch.device("cuda", self.local_rank % gpus) if gpus else torch.device("cpu")
-        self.worker_devices, self.wire, self.gpu_share = place_workers(
-            gpus, self.local_world, rollout_workers, tensor_parallel
-        )
+        gpus = usable_gpus()
+        workers = rollout_workers or default_workers(gpus, self.local_world, tensor_parallel)
+        self.plan = plan(gpus, self.local_world, workers, tensor_parallel)
+        self.wire = self.plan.wire
+        self.device = torch.device("cuda", self.local_rank) if gpus else torch.device("cpu")
+        if gpus:
+            # FSDP2 shards onto the current device, whatever a module is on: without this line
+            # all ranks would meet on GPU 0.
+            torch.cuda.set_device(self.device)
         if self.nodes == 1 and sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the host name resolves to
         self.address = choose_interface() if self.nodes > 1 else "127.0.0.1"
-        if self.world > 1 or gpus:
+        if (self.world > 1 or gpus) and not dist.is_initialized():  # else an earlier run's
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if gpus else "gloo",
                 store=None if self.world > 1 else dist.HashStore(),
                 rank=self.rank,
                 world_size=self.world,
-                timeout=timedelta(minutes=60),  # other ranks wait in here while a batch is made
+                timeout=patience,
             )
         # Objects (batches) travel within a node only.
         self.node_group = None
         for node in range(self.nodes if self.world > 1 else 0):
             first = node * self.local_world
-            group = dist.new_group(list(range(first, first + self.local_world)), backend="gloo")
+            members = list(range(first, first + self.local_world))
+            group = dist.new_group(members, backend="gloo", timeout=patience)
             self.node_group = group if node == self.node else self.node_group
         self.watch = self._watch() if self.nodes > 1 else None
 
@@ -64,6 +75,11 @@ class Ranks:
         """This process is about to end: the other nodes are told, with the cause of a failure."""
         if self.watch:
             self.watch.leave(why)
+
+    def end(self) -> None:
+        """After a run that ended well: NCCL warns of groups that are left."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     def sum(self, value: float) -> float:
         return self._reduce(value, dist.ReduceOp.SUM)
@@ -123,30 +139,7 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-# -- where everything runs ----------------------------------------------------------------------
-
-
-def place_workers(gpus: int, ranks: int, workers: int, tensor_parallel: int):
-    """Where this node's workers run: CUDA_VISIBLE_DEVICES of each (None: no GPU), the backend that
-    carries weights to them, and the share of a GPU's memory that an engine may take.
-
-    Trainer rank r has GPU r; workers get the ones after, if there are enough of them. Otherwise
-    both share: then weights go over gloo, since NCCL refuses two ranks on one GPU.
-    """
-    if gpus == 0:
-        return [None] * workers, "gloo", 0.0
-    if tensor_parallel > gpus:
-        raise ValueError(f"--tensor_parallel {tensor_parallel}, but this machine has {gpus} GPUs")
-    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    names = names if len(names) == gpus else [str(i) for i in range(gpus)]
-    apart = gpus >= ranks + workers * tensor_parallel
-    first = ranks if apart else 0
-    places = [
-        ",".join(names[(first + w * tensor_parallel + i) % gpus] for i in range(tensor_parallel))
-        for w in range(workers)
-    ]
-    share = 0.9 if apart else 0.45 / -(-workers * tensor_parallel // gpus)
-    return places, "nccl" if apart else "gloo", share
+# -- cores ---------------------------------------------------------------------------------------
 
 
 def cpu_threads(alone: bool, ranks: int, workers: int) -> tuple[int, int]:

@@ -99,7 +99,9 @@ class Settings(OfAlgorithms):
     )
 
     # generation
-    rollout_workers: int = flag(1, "vLLM processes a node", least=1)
+    rollout_workers: int = flag(
+        1, "vLLM processes a node; 0: on GPUs one for each that is free, else 1", least=0
+    )
     tensor_parallel: int = flag(1, "GPUs a rollout process", least=1)
     max_num_seqs: int = flag(256, "sequences a worker decodes at once", least=1)
     tasks_per_worker: int = flag(

@@ -28,6 +28,7 @@ from plumbing.checks import (
     refuse_other_tokenizer,
     usable_rows,
 )
+from plumbing.devices import usable_gpus
 from plumbing.models import PRESETS, one_line_if_broken, resolve_model
 from plumbing.packages import require
 from plumbing.ranks import Ranks, cores, cpu_threads
@@ -68,7 +69,8 @@ def prepare(settings: Settings) -> Start:
     task = make_task(settings, settings.seed)
     settings = resolve(settings, task)
     refuse(settings)
-    ranks = Ranks(settings.rollout_workers, settings.tensor_parallel)
+    ranks = Ranks(settings.rollout_workers, settings.tensor_parallel, settings.batch_timeout)
+    settings = replace(settings, rollout_workers=len(ranks.plan.workers))
     if settings.batch_size % ranks.nodes or settings.redundant_groups % ranks.nodes:
         raise ValueError(
             f"--batch_size and --redundant_groups must divide by the number of nodes "
@@ -94,7 +96,7 @@ def prepare(settings: Settings) -> Start:
     dtype = preset_of(settings.model).dtype if ranks.device.type == "cuda" else "float32"
     stops = declared_stops(base, task, tokenizer)
     probe = probe_ids(settings, task, tokenizer)
-    notes = [*task.notes, *notes_on_prompts(task, tokenizer), *notes]
+    notes = [*ranks.plan.notes(), *task.notes, *notes_on_prompts(task, tokenizer), *notes]
     return Start(
         settings, ranks, task, tokenizer, base, dtype, state, resumed_from, worker_threads,
         stops, probe, rows, held_out, notes,
@@ -109,7 +111,7 @@ def resolve(settings: Settings, task: Task) -> Settings:
     """The settings with every default that depends on mode, model or task filled in."""
     model = settings.model
     if not model:
-        model = "Qwen/Qwen2.5-0.5B-Instruct" if torch.cuda.is_available() else "tiny"
+        model = "Qwen/Qwen2.5-0.5B-Instruct" if usable_gpus() else "tiny"
     preset = preset_of(model)
     max_tokens = settings.max_tokens or task.max_tokens
     max_turns = settings.max_turns or task.max_turns
@@ -137,11 +139,11 @@ def refuse(settings: Settings) -> None:
         require(name, f"--report_to {name}")
     if settings.replay_batches:
         replay.check(settings.replay_batches, settings.steps, settings.group_size)
-    if settings.rollout_workers > 4 * cores() and not torch.cuda.device_count():
+    if settings.rollout_workers > 4 * cores() and not usable_gpus():
         raise ValueError(
             f"--rollout_workers {settings.rollout_workers}: {cores()} cores and no GPU are here"
         )
-    if settings.tensor_parallel > 1 and not torch.cuda.device_count():
+    if settings.tensor_parallel > 1 and not usable_gpus():
         raise ValueError(
             f"--tensor_parallel {settings.tensor_parallel}, but this machine has no GPUs"
         )

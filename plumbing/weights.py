@@ -11,6 +11,7 @@ rank 0 a client of torchrun's store.
 """
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -49,15 +50,20 @@ class Wire:
     timeout: float  # seconds
 
     def join(self, rank: int, store: dist.TCPStore | None = None):
-        """Take a place in the group; rank 0 brings the store that the others find it by."""
+        """Take a place in the group; rank 0 brings the store that the others find it by. Returns
+        when all have: a first broadcast connects them (NCCL's constructor connects nothing)."""
         limit = timedelta(seconds=self.timeout)
         store = store or dist.TCPStore(self.host, self.port, self.world_size, False, limit)
         store = dist.PrefixStore("weights", store)
         if self.backend == "gloo":
-            return dist.ProcessGroupGloo(store, rank, self.world_size, limit)
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        return dist.ProcessGroupNCCL(store, rank, self.world_size, options)
+            group, device = dist.ProcessGroupGloo(store, rank, self.world_size, limit), "cpu"
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            group = dist.ProcessGroupNCCL(store, rank, self.world_size, options)
+            device = torch.device("cuda", torch.cuda.current_device())
+        group.broadcast(torch.zeros(1, device=device), 0).wait()
+        return group
 
 
 def cut_buckets(shapes: list, itemsize: int, bucket_bytes: int) -> Iterator[list[int]]:
@@ -121,6 +127,27 @@ class Arrivals:
                 )
 
 
+def join_watched(wire: Wire, store: dist.TCPStore, alive: Callable[[], None]):
+    """Join as rank 0. What connects blocks where nothing else is heard, so it has a thread of its
+    own: Ctrl-C and a worker that is gone, which `alive()` raises, end the wait."""
+    joined, failed = [], []
+
+    def join() -> None:
+        try:
+            joined.append(wire.join(0, store))
+        except RuntimeError as error:  # torch's own, of many kinds: given to the caller
+            failed.append(error)
+
+    thread = threading.Thread(target=join, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        alive()
+        thread.join(0.05)
+    if failed:
+        raise failed[0]
+    return joined[0]
+
+
 def receive(group, manifest: Manifest, wire: torch.device, device: torch.device) -> Iterator[list]:
     """The other end of `Sender.send`: (name, tensor) of the parameters of each bucket. They come
     in on `wire`, and are given out on `device`."""
@@ -165,7 +192,7 @@ class Sender:
                 place = replace(wire, first_rank=first + worker * each)
                 workers.send(worker, "join", asdict(place))
         if store is not None:
-            self.group = wire.join(0, store)
+            self.group = join_watched(wire, store, workers.check)
         if workers is not None:
             workers.await_word("joined", timeout)
             workers.weight_group = self.group or ()  # () on the other nodes: theirs is rank 0's

@@ -11,10 +11,10 @@ from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from plumbing.checks import notes_on_batch
+from plumbing.devices import usable_gpus
 from plumbing.ranks import cores
 from plumbing.settings import Settings
 from report.advice import hint
@@ -111,13 +111,13 @@ class Log:
             self.said = time.monotonic()
             print(f"step {row['step']} of {self.settings.steps}: {now}", file=sys.stderr)
 
-    def greet(self) -> None:
-        """Say what is about to start: it takes a while."""
+    def greet(self, plan: str) -> None:
+        """Say what is about to start, and where: it takes a while."""
         s = self.settings
         processes = "1 process" if s.rollout_workers == 1 else f"{s.rollout_workers} processes"
         print(
             f"{s.model}, {s.batch_size} x {s.group_size} samples a step, alpha {s.alpha:g}, "
-            f"learning rate {s.learning_rate:g}\n"
+            f"learning rate {s.learning_rate:g}\n{plan}\n"
             f"rollout: {processes} with vLLM; to start takes 10 to 30 s on a CPU, minutes on a GPU",
             file=sys.stderr,
         )
@@ -166,7 +166,7 @@ class Log:
         print(summarize(self.rows))
         config = json.loads((self.dir / "config.json").read_text())
         taken = config["trainers"] + config["rollout_workers"] * config["tensor_parallel"]
-        if change := hint(self.rows, config, (torch.cuda.device_count() or cores()) - taken):
+        if change := hint(self.rows, config, (usable_gpus() or cores()) - taken):
             print(change)
         print(f"files: {self.dir}/ (metrics.jsonl, samples.jsonl, checkpoint), figure: {figure}")
 

@@ -7,7 +7,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 IDEAS = {"train.py", "rollout.py", "buffer.py", "envs.py", "algos.py"}
 FOLDERS = {"plumbing", "tasks", "report", "experiments", "docs", "tests", "requirements", ".ci"}
-LEAVES = ["flags", "packages", "spans", "nodes", "ranks", "weights", "processes", "calls", "chat"]
+LEAVES = [
+    *("flags", "packages", "spans", "nodes", "devices", "ranks", "weights", "processes"),
+    *("calls", "chat"),
+]
 FLOORS = [  # from the top down: a file may import what lies on its own floor, or below
     ["experiments/"],
     ["train.py"],

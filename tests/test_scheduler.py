@@ -21,7 +21,7 @@ import pytest
 from fakes import Pipes
 
 from buffer import Sample, SampleBuffer, Ticket
-from plumbing.processes import RolloutError
+from plumbing.processes import LOADING, RolloutError
 from plumbing.settings import Settings
 from plumbing.weights import Manifest
 from rollout import Dispatcher, Scheduler
@@ -222,17 +222,19 @@ def test_version_and_admission_advance_only_when_the_last_worker_has_loaded():
     assert new == [ticket(g, i) for g in (2, 3) for i in (0, 1)]
 
 
-def test_a_worker_that_has_paused_may_be_silent_until_all_have():
-    owner, excused = Owner(workers=2), []
+def test_a_worker_that_has_paused_may_be_silent_until_all_have_and_for_long_while_it_loads():
+    owner, slack = Owner(workers=2), []
     say = owner.workers.say
 
     def watched(worker, *message):
         say(worker, *message)
-        excused.append(set(owner.workers.excused))
+        slack.append(dict(owner.workers.slack))
 
     owner.workers.say = watched
     owner.pause(0)
-    assert excused == [{0}, set()]
+    assert slack == [{0: math.inf}, {0: LOADING, 1: LOADING}]
+    owner.loaded(0, 0)
+    assert owner.workers.slack == {1: LOADING}
 
 
 def test_weights_are_held_against_what_was_sent_before_the_commit():

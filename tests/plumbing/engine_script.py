@@ -41,7 +41,7 @@ class Driver:
         settings = Settings(max_num_seqs=16, tensor_parallel=ranks)
         spec = WorkerSpec(
             model=path, settings=settings, limits=Limits(40, 1, 128), dtype="float32",
-            prefix_caching=True, gpu_share=0.0,
+            prefix_caching=True, gpu_share=0.3,
         )  # fmt: skip
         self.models, self.sums = models, []
         self.engine = Engine(spec)

@@ -14,7 +14,7 @@ COMPARES_NOTHING = {"advantage": "reinforce_pp", "batch_size": 4}
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("rollout_workers", 0),
+        ("rollout_workers", -1),
         ("tensor_parallel", 0),
         ("max_num_seqs", 0),
         ("max_tokens", -1),

@@ -1,5 +1,6 @@
 """The rollout processes: what they start with, whose words count, and what ends a run."""
 
+import math
 import os
 import select
 import signal
@@ -108,13 +109,17 @@ def test_a_silent_worker_ends_the_run_and_is_named():
     processes.check_alive()
 
 
-def test_a_worker_that_is_excused_may_be_silent():
+def test_a_worker_with_slack_may_be_silent_for_longer():
     processes, _ = listening()
-    processes.excused.add(1)
+    processes.slack[1] = math.inf
     processes.heard[1] -= processes.patience + 1
     processes.check_alive()
-    processes.excused.clear()
+    processes.slack[1] = 4.0
     processes.check_alive()  # its time begins again
+    processes.heard[1] -= 2 * processes.patience
+    processes.check_alive()
+    processes.slack.clear()
+    processes.heard[1] = time.monotonic()
     processes.heard[1] -= processes.patience + 1
     with pytest.raises(RolloutError, match="rollout process 1 has not answered"):
         processes.check_alive()

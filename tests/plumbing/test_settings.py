@@ -104,7 +104,7 @@ def refused(capfd, tmp_path):
         ("--batch_size -1", "--batch_size must be"),
         ("--group_size 1", "--group_size 2 or more"),
         ("--temperature 0", "--temperature must be above 0"),
-        ("--rollout_workers 0", "--rollout_workers"),
+        ("--rollout_workers -1", "--rollout_workers"),
         ("--max_tokens -3", "--max_tokens"),
         ("--seed -1", "--seed must be 0 or more"),
         ("--env foo", "unknown env 'foo'"),
@@ -494,7 +494,7 @@ def test_exit_codes_of_a_run(monkeypatch, capsys, error, code):
     told = []
 
     class Run:
-        ranks = SimpleNamespace(leave=told.append)
+        ranks = SimpleNamespace(leave=told.append, end=lambda: None)
 
         def __init__(self, settings):
             self.settings, self.log, self.closed = settings, None, False
@@ -521,7 +521,7 @@ def test_exit_codes_of_a_run(monkeypatch, capsys, error, code):
 
 def test_a_terminal_that_has_no_arrows_does_not_end_a_run(monkeypatch):
     class Run:
-        ranks = SimpleNamespace(leave=lambda why: None)
+        ranks = SimpleNamespace(leave=lambda why: None, end=lambda: None)
 
         def __init__(self, settings):
             self.log = None
@@ -545,7 +545,7 @@ def test_a_value_error_while_training_is_a_bug_and_shows_where(monkeypatch):
     told = []
 
     class Run:
-        ranks = SimpleNamespace(leave=told.append)
+        ranks = SimpleNamespace(leave=told.append, end=lambda: None)
 
         def __init__(self, settings):
             pass

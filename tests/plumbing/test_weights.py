@@ -5,6 +5,7 @@ import doctest
 import math
 import os
 import sys
+import threading
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from plumbing.weights import (
     Wire,
     checksum,
     cut_buckets,
+    join_watched,
     open_store,
     receive,
 )  # fmt: skip
@@ -173,6 +175,28 @@ def test_a_receiver_that_never_comes_is_waited_for_no_longer_than_the_timeout(mo
     store = open_store(2, 60, "127.0.0.1")
     with pytest.raises(RuntimeError, match="timeout after 1000ms"):  # the limit of the wire
         wire_to(store, timeout=1.0).join(0, store)
+
+
+def test_a_worker_that_dies_while_all_connect_ends_the_wait(monkeypatch):
+    """NCCL makes its communicator within the first broadcast, which blocks."""
+    never, asked = threading.Event(), []
+    monkeypatch.setattr(Wire, "join", lambda *_: never.wait(60))
+
+    def alive():
+        asked.append(None)
+        if len(asked) == 3:
+            raise RolloutError("rollout process 1 died (killed by SIGKILL)")
+
+    with pytest.raises(RolloutError, match="process 1 died"):
+        join_watched(wire_to(SimpleNamespace(port=1)), None, alive)
+    never.set()
+
+
+def test_what_goes_wrong_while_all_connect_is_raised(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = open_store(2, 60, "127.0.0.1")
+    with pytest.raises(RuntimeError, match="timeout after 1000ms"):
+        join_watched(wire_to(store, timeout=1.0), store, lambda: None)
 
 
 def test_a_receiver_that_is_lost_in_a_broadcast_is_named_by_its_owner():
