@@ -1,8 +1,10 @@
 """The plan of devices, over a grid of machines that nobody has here."""
 
 import itertools
+import re
 from collections import Counter
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,3 +137,19 @@ def test_ranks_wait_longer_for_a_batch_than_it_may_take(two_gpus, monkeypatch):
     )
     ranks.Ranks(batch_timeout=9000.0)
     assert waits == [timedelta(seconds=18000)]
+
+
+def test_the_table_in_the_docs_is_that_of_the_plan():
+    text = (Path(__file__).parents[2] / "docs/scaling.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    shown = {}
+    for row in rows:
+        if row[0].isdigit():
+            ranks_of = re.search(r"NPROC=(\d)", row[1])
+            shown[int(row[0]), int(ranks_of[1]) if ranks_of else 1] = row[2:]
+    assert len(shown) == 5
+    for (gpus, count), (trainers, workers, wire) in shown.items():
+        found = plan(gpus, count, default_workers(gpus, count, 1), 1)
+        assert trainers == ", ".join(map(str, found.trainers))
+        places = ", ".join(str(gpu) for mine in found.workers for gpu in mine)
+        assert workers.split(", with")[0] == places and wire.lower() == found.wire
