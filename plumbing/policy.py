@@ -55,6 +55,16 @@ class Policy(nn.Module):
         return logp
 
 
+def checkpoint_activations(model: nn.Module) -> None:
+    """Keep the input of each layer only, and compute the rest again in the backward pass: a third
+    more work for a fraction of the memory (16,384 packed tokens of Qwen2.5-7B would take some
+    100 GiB). Raises ValueError for a model with dropout, which that mode would turn on."""
+    if rates := {k: v for k, v in model.config.to_dict().items() if "dropout" in k and v}:
+        raise ValueError(f"the model has dropout ({rates}): set it to 0 in its config.json")
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
 def load_policy(
     path: str, ranks: Ranks, dtype: torch.dtype, probe: list[int] | None = None
 ) -> Policy:
@@ -67,6 +77,8 @@ def load_policy(
     for note in refuse_broken_weights(path, model, loaded):
         if ranks.rank == 0:
             print(f"note: {note}", file=sys.stderr)
+    if ranks.device.type == "cuda":
+        checkpoint_activations(model)
     policy = Policy(model)
     if probe:
         refuse_changed_logits(path, policy, probe)

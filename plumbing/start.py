@@ -28,7 +28,7 @@ from plumbing.checks import (
     refuse_other_tokenizer,
     usable_rows,
 )
-from plumbing.devices import usable_gpus
+from plumbing.devices import plan, usable_gpus
 from plumbing.models import PRESETS, one_line_if_broken, resolve_model
 from plumbing.packages import require
 from plumbing.ranks import Ranks, cores, cpu_threads
@@ -211,6 +211,8 @@ def main() -> int:
     """Refuse in one process and one line what ranks under torchrun would each refuse."""
     settings = parse(sys.argv[1:])
     try:
+        ranks = int(os.environ.get("NPROC") or 1)
+        plan(usable_gpus(), ranks, settings.rollout_workers or 1, settings.tensor_parallel)
         prepare(settings).task.close()
     except ValueError as error:
         print(f"train.py: {error}", file=sys.stderr)

@@ -18,6 +18,7 @@ from algos import Tokens
 from buffer import Sample, Ticket
 from plumbing import checkpoint, packing
 from plumbing.packing import share_prompts
+from plumbing.policy import checkpoint_activations
 from plumbing.ranks import Ranks, whole
 from plumbing.settings import Settings
 from plumbing.tiny import byte_tokenizer
@@ -391,6 +392,26 @@ def test_however_a_batch_is_cut_it_is_the_same_step(ranks, model, monkeypatch, c
             assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6, abs=rounding)
             assert_same(found, expected, 1e-5)
         assert_same(after, results[0][1], 1e-6)
+
+
+def test_activations_that_are_computed_again_change_nothing(ranks, model, monkeypatch):
+    """What a GPU does, to have room for longer rows."""
+    kept, again = make_trainer(ranks, model), make_trainer(ranks, model)
+    checkpoint_activations(again.policy.model)
+    layers, samples = [], make_samples(model)
+    forward = type(again.policy.model.model.layers[0].mlp).forward
+    monkeypatch.setattr(
+        type(again.policy.model.model.layers[0].mlp),
+        "forward",
+        lambda self, *args: (layers.append(self), forward(self, *args))[1],
+    )
+    metrics, count = kept.step(samples, VERSION), len(layers)
+    assert_same(again.step(samples, VERSION), metrics)
+    assert len(layers) - count == 2 * count > 0  # each layer once more
+    assert_same(weights(again), weights(kept), 1e-7)
+    again.policy.model.config.attention_dropout = 0.1
+    with pytest.raises(ValueError, match="the model has dropout .*'attention_dropout': 0.1"):
+        checkpoint_activations(again.policy.model)
 
 
 def test_order_of_groups_does_not_matter(ranks, model):

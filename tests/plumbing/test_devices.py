@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plumbing import devices, ranks
+from plumbing import devices, ranks, start
 from plumbing.devices import default_workers, plan
 
 
@@ -153,3 +153,11 @@ def test_the_table_in_the_docs_is_that_of_the_plan():
         assert trainers == ", ".join(map(str, found.trainers))
         places = ", ".join(str(gpu) for mine in found.workers for gpu in mine)
         assert workers.split(", with")[0] == places and wire.lower() == found.wire
+
+
+def test_more_ranks_than_gpus_are_one_line_before_any_starts(two_gpus, monkeypatch, capsys):
+    monkeypatch.setenv("NPROC", "3")
+    monkeypatch.setattr("sys.argv", ["start", "--steps", "1"])
+    assert start.main() == 2
+    why = "train.py: 3 trainer ranks (NPROC), but this machine has 2 GPUs: each needs its own\n"
+    assert capsys.readouterr().err == why
