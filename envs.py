@@ -357,8 +357,9 @@ class Episode:
         most = min(length or self.limits.max_tokens, room)
         turn = Turn(self.ids.copy(), most, seed, self.stop_ids if length is None else [])
         self.turns.append(turn)
-        with spans("turn", self.lane, group=self.ticket.group, sample=self.ticket.sample):
+        with spans("turn", self.lane, group=self.ticket.group, sample=self.ticket.sample) as said:
             await self.engine.generate(turn)
+            said["versions"] = sorted(set(turn.versions))
         self.ids += turn.ids
 
     async def step(self) -> None:

@@ -149,7 +149,8 @@ class Scheduler:
             return
         for group in self.buffer.admit():
             samples = range(self.buffer.group_size + self.buffer.redundant_samples)
-            self.dispatcher.queue.extend(self.make_ticket(group.index, i) for i in samples)
+            with spans("admit", 1, group=group.index, version=self.buffer.version):
+                self.dispatcher.queue.extend(self.make_ticket(group.index, i) for i in samples)
         for worker, tickets in self.dispatcher.assign().items():
             self.workers.send(worker, self.dispatcher.message, tickets)
 

@@ -86,7 +86,8 @@ class TraceFile:
             return
         self._named.add((pid, lane + 1))
         loop, process = ("loop", "trainer") if pid == 1 else ("engine", f"rollout {pid - 2}")
-        names = {"process_name": process, "thread_name": f"episodes {lane:03}" if lane else loop}
+        lanes = "scheduler" if pid == 1 else f"episodes {lane:03}"
+        names = {"process_name": process, "thread_name": lanes if lane else loop}
         for what, name in names.items():
             place = {"pid": pid, "tid": lane + 1, "ts": 0}
             self._event({"name": what, "ph": "M", **place, "args": {"name": name}})

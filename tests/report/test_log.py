@@ -16,7 +16,7 @@ def said(tmp_path, capfd, *rows, resumed_at=None) -> list[str]:
     log = Log(Settings(run_dir=str(tmp_path / "run")), 1, resumed_at)
     capfd.readouterr()
     for row in rows:
-        log.step(row, [], byte_tokenizer())
+        log.step(row, [], [], byte_tokenizer())
     log.close()
     return [line for line in capfd.readouterr().err.splitlines() if line.startswith("note: ")]
 
