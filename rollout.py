@@ -334,7 +334,7 @@ class Scheduler:
 
     def news(self) -> dict:
         """Since the last call: `counts` of the workers, with what the buffer threw away, and
-        `dropped_prompts` as (reason, prompt). Groups `dropped` so far, by reason."""
+        `dropped_prompts` and `dropped_groups` as (reason, which). `dropped`: so far, by reason."""
         with self.workers.changed:
             counts, self.counts = self.counts, Counter()
             lost, self.buffer.lost = self.buffer.lost, Counter()
@@ -343,8 +343,9 @@ class Scheduler:
             reasons = [self.buffer.dropped[index] for index in new]
         counts.update({f"lost_{what}": value for what, value in lost.items()})
         prompts = [self.make_ticket(index, 0).prompt_id for index in new]
-        named = list(zip(reasons, prompts, strict=True))
-        return {"counts": counts, "dropped": dropped, "dropped_prompts": named}
+        named = {"dropped_prompts": prompts, "dropped_groups": new}
+        named = {key: list(zip(reasons, of, strict=True)) for key, of in named.items()}
+        return {"counts": counts, "dropped": dropped} | named
 
     def mismatch(self, version: int) -> tuple[float, float]:
         """Largest and mean |logprob difference| of trainer and engines, of a version's probe."""

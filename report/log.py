@@ -72,7 +72,7 @@ class Log:
             write(row)
 
     def step(self, row: dict, batch: list, seen: list[dict], tokenizer) -> None:
-        """Write a step's metrics, its tokens (`seen`: of the update), a few samples; move the bar."""
+        """Write a step's metrics, tokens (`seen`: of the update), a few samples; move the bar."""
         if not any("step" in before for before in self.rows):
             for note in notes_on_batch(row, self.settings):
                 with self.bar.external_write_mode(file=sys.stderr):

@@ -1,6 +1,6 @@
 """Figures of finished runs.
 
-    bash launch.sh plot RUN_DIR...                      reward.png and timeline.png
+    bash launch.sh plot RUN_DIR...                      reward.png, timeline.png, run.html
     bash launch.sh plot RUN_DIR... --metrics ratio_ess,kl_behaviour     and these, step by step
 """
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from report.figures import plot_metrics, plot_reward, plot_timeline
+from report.page import write_page
 from report.rows import read_rows, summarize
 
 
@@ -31,6 +32,7 @@ def main() -> int:
     reward = "reward.png" if len(args.runs) == 1 else "compare.png"
     print(plot_reward(args.runs, directory / reward))
     print(plot_timeline(args.runs, directory / "timeline.png"))
+    print(write_page(args.runs, directory / "run.html"))
     try:
         if keys := [key for key in args.metrics.split(",") if key]:
             print(plot_metrics(args.runs, keys, directory / "metrics.png"))

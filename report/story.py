@@ -1,7 +1,7 @@
 """One sample's life, line by line: which weights made which token, and what training made of it.
 
-    bash launch.sh story RUN_DIR            the first sample that was made by more than one version
-    bash launch.sh story RUN_DIR 310:7      sample 7 of group 310
+bash launch.sh story RUN_DIR            the first sample that was made by more than one version
+bash launch.sh story RUN_DIR 310:7      sample 7 of group 310
 """
 
 import argparse
