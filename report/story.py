@@ -96,7 +96,7 @@ def place(turn: dict) -> str:
 
 
 def shown(value: float | None) -> str:
-    return "of another rank" if value is None else f"{value:+.3f}"
+    return "not known here" if value is None else f"{value:+.3f}"
 
 
 def table(sample: dict):
