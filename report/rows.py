@@ -56,6 +56,32 @@ def summarize(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+GENERATION_BOUND = 0.05  # share of its time that the trainer waits, from which on generation is
+
+
+def expected_staleness(steps: list[dict], alpha: float) -> float:
+    """`theory.expected_staleness` from what a run has measured; its steps began cold."""
+    total = {
+        key: sum(row.get(f"t_{key}", 0.0) for row in steps)
+        for key in (*TRAINER_TIMES, *(f"worker_{what}" for what in WORKER_TIMES))
+    }
+    # Sequences that decode at a time: those of an engine step, while there are any.
+    busy = total["worker_decode"] + total["worker_episodes"]
+    made = sum(row["tokens_made"] for row in steps)
+    running = made / sum(row["tokens_made"] / max(row["slots_used"], 1.0) for row in steps)
+    workers = sum(total[f"worker_{what}"] for what in WORKER_TIMES)
+    whole = sum(total[what] for what in TRAINER_TIMES)
+    return theory.expected_staleness(
+        alpha,
+        samples=steps[0]["samples"],
+        running=running * steps[0].get("rollout_workers", 1) * busy / workers,
+        update=total["train"] + total["publish"],
+        step=whole,
+        generation_bound=total["wait"] / whole > GENERATION_BOUND,
+        steps=len(steps),
+    )
+
+
 def idle_shares(steps: list[dict]) -> dict[str, float]:
     """Share of all seconds of a run in which trainer and workers waited. A mean of the steps' own
     shares would be another number: short steps wait less."""

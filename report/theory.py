@@ -92,6 +92,34 @@ def max_speedup(samples, workers, mean, longest, train, epochs: float = 1) -> fl
     return 1 + workers * longest / (samples * (mean + epochs * train))
 
 
+def expected_staleness(
+    alpha: float,
+    samples: float,
+    running: float,
+    update: float,
+    step: float,
+    generation_bound: bool,
+    steps: int | None = None,
+) -> float:
+    """Mean staleness to be expected with `fifo`, in versions; the bound is ceil(alpha). Not in the
+    paper; docs/staleness.md derives it.
+
+    `running`: samples that decode at a time, a mean over time. `update`, `step`: seconds from
+    handing out a batch until its update is committed, and of a whole step.
+
+    The trainer is the bottleneck: a sample is finished within the version that admitted it, and
+    waits for alpha batches: alpha.
+    Generation is: a batch is handed out when its last sample ends. A sample has decoded for
+    running / samples steps (Little's law), has waited for the rest of its batch, and its step's
+    update is committed `update` later: running / samples + update / step commits, or alpha if that
+    is less. Samples that wait for a place have no token, so no version either.
+    In a run of `steps` steps from a cold start, step k has at most k - 1 versions behind it."""
+    mean = min(alpha, running / samples + update / step) if generation_bound else alpha
+    if steps is None:
+        return mean
+    return sum(min(mean, k) for k in range(steps)) / steps
+
+
 class Advice(NamedTuple):
     """What to run with, and the bounds on its step time, in seconds."""
 
