@@ -148,8 +148,8 @@ class Log:
 
         self.bar.close()
         figure = plot_reward([self.dir], self.dir / "reward.png")
-        print(summarize(self.rows))
         config = json.loads((self.dir / "config.json").read_text())
+        print(summarize(self.rows, config))
         if advice := advise_run(self.rows, config):
             print(advice.splitlines()[0])
         print(f"files: {self.dir}/ (metrics.jsonl, samples.jsonl, checkpoint), figure: {figure}")

@@ -5,6 +5,7 @@
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -26,7 +27,9 @@ def main() -> int:
         if not any("step" in row for row in rows):
             print(f"report.plot: no metrics.jsonl with steps in {run}", file=sys.stderr)
             return 2
-        print(f"{run}\n{summarize(rows)}")
+        config = run / "config.json"
+        known = json.loads(config.read_text()) if config.exists() else {}
+        print(f"{run}\n{summarize(rows, known)}")
     directory = args.out or args.runs[0]
     directory.mkdir(parents=True, exist_ok=True)
     reward = "reward.png" if len(args.runs) == 1 else "compare.png"
