@@ -358,9 +358,9 @@ class Episode:
         turn = Turn(self.ids.copy(), most, seed, self.stop_ids if length is None else [])
         self.turns.append(turn)
         whose = {"group": self.ticket.group, "sample": self.ticket.sample}
-        with spans("turn", self.lane, **whose) as args:
+        with spans("turn", self.lane, **whose) as said:
             await self.engine.generate(turn)
-            args["tokens"] = len(turn.ids)
+            said |= {"tokens": len(turn.ids), "versions": sorted(set(turn.versions))}
         turn.truncated &= length is None or most < length  # else it is as long as it should be
         self.ids += turn.ids
 

@@ -20,8 +20,9 @@ ROLL Flash: asynchronous RL post-training of language models, in a few readable 
   bash launch.sh sim [NAMES]       the paper's experiments on a virtual clock; sim validate RUN_DIR...: a finished run
   bash launch.sh check [flags]     what would silently fail: settings, data, rewards, model; in seconds
   bash launch.sh gpu-check         what only a GPU can tell, as one table (over gloo where there is none); minutes
-  bash launch.sh plot RUN_DIR...   figures of finished runs; --metrics NAME,... draws any metric
-  bash launch.sh machines [NAMES] -- COMMAND    a command as on other machines: avx2, baseline, one-core, busy, native
+  bash launch.sh plot RUN_DIR...   figures of finished runs, and the page run.html; --metrics NAME,... draws any metric
+  bash launch.sh story RUN_DIR [GROUP:SAMPLE]    one sample's life, line by line
+  bash launch.sh machines [NAMES] -- COMMAND     a command as on other machines: avx2, baseline, one-core, busy, native
   bash launch.sh test [args]       the test suite; args go to pytest (-m slow runs the slow tests)
   bash launch.sh train --help      every flag of train.py, with its default
 
@@ -57,7 +58,7 @@ case ${1-} in
   test) shift; cmd=(-m pytest "$@"); extras=(requirements/dev.txt) ;;
   check) script=plumbing/preflight.py; cmd=(-m plumbing.preflight "${@:2}") ;;
   gpu-check) script=experiments/gpu_check.py; cmd=(-m experiments.gpu_check "${@:2}") ;;
-  plot) script=report/plot.py; cmd=(-m report.plot "${@:2}") ;;
+  plot | story) script=report/$1.py; cmd=(-m "report.$1" "${@:2}") ;;
   compare | demo | machines | mechanisms | parity | sim) script=experiments/$1.py; cmd=(-m "experiments.$1" "${@:2}") ;;
   train | -* | '' | *.yaml | *.yml | *.json)
     [[ ${1-} != train ]] || shift
@@ -65,7 +66,7 @@ case ${1-} in
     # NPROC and TORCHRUN_ARGS: several trainer processes or machines. TORCHRUN_ARGS is split at blanks on purpose.
     [[ -z ${NPROC-}${TORCHRUN_ARGS-} ]] ||
       cmd=(-m torch.distributed.run --nproc_per_node "${NPROC:-1}" ${TORCHRUN_ARGS-} "${cmd[@]}") ;;
-  *) die 2 "no command '$1'; there are: check, compare, demo, gpu-check, machines, mechanisms, parity, plot, sim, test, train, or flags of train.py (see --help)" ;;
+  *) die 2 "no command '$1'; there are: check, compare, demo, gpu-check, machines, mechanisms, parity, plot, sim, story, test, train, or flags of train.py (see --help)" ;;
 esac
 [[ -z ${script-} || -f $script ]] || die 2 "$script is missing from $PWD, so '${1-train}' cannot run"
 case " $* " in *smollm2* | *slow*) extras+=(requirements/smollm2.txt) ;; esac  # 93 MB of weights: only when asked for

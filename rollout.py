@@ -150,7 +150,8 @@ class Scheduler:
             return
         for group in self.buffer.admit():
             samples = range(self.buffer.group_size + self.buffer.redundant_samples)
-            self.dispatcher.queue.extend(self.make_ticket(group.index, i) for i in samples)
+            with spans("admit", 1, group=group.index, version=self.buffer.version):
+                self.dispatcher.queue.extend(self.make_ticket(group.index, i) for i in samples)
         for worker, tickets in self.dispatcher.assign().items():
             self.workers.send(worker, self.dispatcher.message, tickets)
 
@@ -335,7 +336,7 @@ class Scheduler:
 
     def news(self) -> dict:
         """Since the last call: `counts` of the workers, with what the buffer threw away, and
-        `dropped_prompts` as (reason, prompt). Groups `dropped` so far, by reason."""
+        `dropped_prompts` and `dropped_groups` as (reason, which). `dropped`: so far, by reason."""
         with self.workers.changed:
             counts, self.counts = self.counts, Counter()
             lost, self.buffer.lost = self.buffer.lost, Counter()
@@ -344,8 +345,9 @@ class Scheduler:
             reasons = [self.buffer.dropped[index] for index in new]
         counts.update({f"lost_{what}": value for what, value in lost.items()})
         prompts = [self.make_ticket(index, 0).prompt_id for index in new]
-        named = list(zip(reasons, prompts, strict=True))
-        return {"counts": counts, "dropped": dropped, "dropped_prompts": named}
+        named = {"dropped_prompts": prompts, "dropped_groups": new}
+        named = {key: list(zip(reasons, of, strict=True)) for key, of in named.items()}
+        return {"counts": counts, "dropped": dropped} | named
 
     def mismatch(self, version: int) -> tuple[float, float]:
         """Largest and mean |logprob difference| of trainer and engines, of a version's probe."""
@@ -381,8 +383,7 @@ class WorkerSpec:
 
     @property
     def threads(self) -> int:
-        """For blocking environments and rewards: as many as there may be episodes, and some for
-        those that hang. They are started when they are needed."""
+        """Of blocking calls: as many as there may be episodes, and some for those that hang."""
         return 2 * max(self.settings.tasks_per_worker, 4 * self.settings.max_num_seqs)
 
     def limits_of(self, ticket: Ticket) -> Limits:
@@ -583,8 +584,7 @@ class Worker:
 
 def worker_main(conn: Connection, spec: WorkerSpec, kind: type[Worker] = Worker) -> None:
     """Entry point of a rollout process."""
-    # It would warn that there is no triton, which a CPU has no use for.
-    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it misses triton on a CPU
     os.setpgid(0, 0)  # a group of its own, to be killed as one; Ctrl-C is for the trainer alone
     die_with_parent(mp.parent_process().pid)
     tqdm.set_lock(threading.RLock())  # its default, shared between processes, outlives a kill

@@ -84,6 +84,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
+        self.seen: list[dict] = []  # what is known of each token of the last step, a micro-batch
 
     def step(self, samples: list[Sample], version: int = 0) -> dict[str, float]:
         """Train on this node's part of a batch (all of it goes to every rank of the node, each
@@ -103,6 +104,7 @@ class Trainer:
             seen += stats
             losses.append(loss)
             norms.append(norm)
+        self.seen = seen
         means = {"loss": float(np.mean(losses)), "grad_norm": float(np.mean(norms))}
         with spans("diagnostics"):
             return means | update_metrics(seen, version, self.ranks)
@@ -208,6 +210,7 @@ class Trainer:
             "cut": algos.corrected(piece.factor, packed.behaviour, settings),
             "advantage": of_sample[0],
             "version": packed.versions,
+            "sample": packed.sample,
         }
 
     @spans("optimiser")
@@ -429,7 +432,7 @@ class Run:
             if self.log:
                 row = {"step": step, "version": step - 1, "wall_s": self.wall}
                 row |= self.metrics | batch_metrics(self)
-                self.log.step(row, self.batch, self.tokenizer)
+                self.log.step(row, self.batch, self.trainer.seen, self.tokenizer)
             self.write_spans()
         last = step == settings.steps
         if settings.eval_every and (last or step % settings.eval_every == 0):

@@ -3,6 +3,7 @@
     bash launch.sh sim                          all: the paper's number, ours, the deviation
     bash launch.sh sim scaling alpha --quick    some of them, over fewer steps
     bash launch.sh sim --figure docs/sim.png    and a figure: speed-up over GPUs, alpha and split
+    bash launch.sh sim --gpus 16 --alpha 2 --median 2000 --trace DIR    one run, for `plot`
     bash launch.sh sim validate RUN_DIR...      finished runs against their simulation
     bash launch.sh sim validate RUN_DIR --rates_of OTHER     from what another run has measured
 
@@ -33,6 +34,7 @@ from tqdm import tqdm
 from buffer import SampleBuffer
 from experiments.naive import StaticSplit, Unreplicated
 from experiments.simulator import Load, Rates, Setting, SimEnv, simulate
+from experiments.traced import trace_run
 from report.rows import read_rows
 from rollout import Dispatcher
 
@@ -412,6 +414,25 @@ def tables(names: list[str], scale: Scale) -> list[tuple]:
     return points
 
 
+def one_run(args) -> str:
+    """Simulate one run of 32 x 8 samples with a heavy tail, and write its files to --trace."""
+    if args.gpus < 2 or args.alpha < 0 or not 1 <= args.median <= THINK["longest"]:
+        limits = f"--gpus is 2 or more, --alpha 0 or more, --median 1 to {THINK['longest']}"
+        raise ValueError(limits)
+    sync = args.alpha == 0
+    train = args.gpus if sync else max(1, round(TRAIN_SHARE * args.gpus))
+    rollout = args.gpus if sync else args.gpus - train
+    load = Load(**THINK | {"median": args.median}, seed=args.seed)
+    config = batches(32, 8, args.alpha)
+    setting = Setting(GPU, load, config, rollout, train, sync, args.steps)
+    result = trace_run(setting, args.trace)
+    return (
+        f"{rollout} rollout + {train} training GPUs{' (the same)' if sync else ''}, alpha "
+        f"{args.alpha:g}: {result.step_seconds(args.alpha):.1f} s a step, staleness mean "
+        f"{np.mean(result.staleness):.2f}; now: bash launch.sh plot {args.trace}"
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -421,9 +442,17 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer steps and settings")
     parser.add_argument("--rates_of", type=Path, help="validate: the run whose rates to use")
     parser.add_argument("--figure", type=Path, help="draw scaling, alpha and split to this file")
+    parser.add_argument("--trace", type=Path, help="simulate one run, and write its files there")
+    parser.add_argument("--gpus", type=int, default=16, help="of --trace")
+    parser.add_argument("--alpha", type=float, default=2.0, help="of --trace; 0: sync")
+    parser.add_argument("--median", type=float, default=2000, help="of --trace: response, tokens")
+    parser.add_argument("--steps", type=int, default=12, help="of --trace")
     args = parser.parse_args()
     names = args.names or list(EXPERIMENTS)
     try:
+        if args.trace:
+            print(one_run(args))
+            return 0
         if names[0] == "validate":
             print(validate([Path(name) for name in names[1:]], args.rates_of))
             return 0

@@ -28,8 +28,11 @@ from buffer import SampleBuffer, Ticket
 from envs import Limits, Task, Turn
 from experiments.naive import LockstepWorker
 from plumbing.settings import Settings
+from plumbing.spans import spans
 from plumbing.weights import Manifest
 from rollout import Dispatcher, Scheduler, WorkerSpec
+
+LANES = 2**20  # of a process in the timeline: worker w has those from (w + 1) * LANES on
 
 # -- inputs --------------------------------------------------------------------------------------
 
@@ -303,13 +306,13 @@ class SimWorker(LockstepWorker):
 
     tokenizer = CountTokenizer()
 
-    def __init__(self, conn, spec: WorkerSpec, rates: Rates, load: Load):
+    def __init__(self, conn, spec: WorkerSpec, rates: Rates, load: Load, lane: int = 1):
         self.conn, self.spec, self.task = conn, spec, load
         self.wake = asyncio.Event()
         self.engine, self.calls = SimEngine(rates, self.wake), SimCalls()
         self.episodes = {}
         self.clear_results()
-        self.new_lanes()
+        self.lanes, self.free_lanes = itertools.count(lane), []  # in one process: all apart
 
     async def serve(self) -> None:
         while True:
@@ -383,8 +386,11 @@ class Result:
 class SimRun:
     """`train.Run` on the virtual clock: its parts, and those of its verbs that take time."""
 
-    def __init__(self, setting: Setting):
+    def __init__(self, setting: Setting, on_step: Callable | None = None):
+        """After each step `on_step` is called with the version, the batch, the seconds since the
+        start and those of waiting, and the spans of all processes since the last call."""
         self.setting, rates, load = setting, setting.rates, setting.load
+        self.on_step, self.recorded = on_step, []
         self.news, self.committed = asyncio.Event(), asyncio.Event()
         settings = Settings(
             rollout_workers=setting.rollout_gpus,
@@ -395,7 +401,9 @@ class SimRun:
         limits = Limits(load.longest, load.max_turns, 2**31, self.buffer.max_staleness)
         spec = WorkerSpec("", settings, limits, "float32", True, 0.0)
         pipes = [SimpleNamespace(send=partial(self.hear, w)) for w in range(setting.rollout_gpus)]
-        self.workers = [SimWorker(pipe, spec, rates, load) for pipe in pipes]
+        lanes = itertools.count(LANES + 1, LANES)
+        made = zip(pipes, lanes, strict=False)
+        self.workers = [SimWorker(pipe, spec, rates, load, lane) for pipe, lane in made]
         rest = settings, self.buffer, self.ticket, setting.dispatcher
         self.scheduler = Scheduler(SimProcesses(self.workers), *rest)
 
@@ -404,7 +412,9 @@ class SimRun:
 
     def hear(self, worker: int, message: tuple) -> None:
         if message[0] == "results":
-            message = *message[:-1], []  # without spans: they are of the real clock
+            if self.on_step:  # of all processes: they share one recorder
+                self.recorded += message[-1]
+            message = *message[:-1], []
         self.scheduler.hear(worker, *message)
         self.news.set()
 
@@ -424,7 +434,9 @@ class SimRun:
         loop.call_later(self.setting.rates.load_s, self._loaded, version)
 
     def _loaded(self, version: int) -> None:
+        now = spans.clock()
         for worker in range(len(self.workers)):
+            spans.add("load", now - self.setting.rates.load_s, now, (worker + 1) * LANES)
             self.hear(worker, ("loaded", version, np.zeros(1), [(0, 0)]))
         self.committed.set()
 
@@ -437,26 +449,35 @@ class SimRun:
         start = loop.time()
         for version in range(setting.steps):
             asked = loop.time()
-            batch = await self.get_batch()
-            result.wait += loop.time() - asked
+            with spans("wait"):
+                batch = await self.get_batch()
+            waited = loop.time() - asked
+            result.wait += waited
             tokens = sum(int(sample.ids.sum()) for sample in batch)
             result.staleness += [sample.staleness(version) for sample in batch]
             result.samples, result.tokens = result.samples + len(batch), result.tokens + tokens
             work = tokens / rates.train / setting.train_gpus + rates.train_s
-            await asyncio.sleep(work + setting.sync * rates.switch_s)
-            await self.committed.wait()
-            await self.publish(version + 1)
-            if setting.sync:
+            with spans("train"):
+                await asyncio.sleep(work + setting.sync * rates.switch_s)
+            with spans("publish"):
                 await self.committed.wait()
+                await self.publish(version + 1)
+                if setting.sync:
+                    await self.committed.wait()
             result.batches.append(loop.time() - start)
+            spans.add("step", asked, loop.time(), args={"step": version + 1})
+            if self.on_step:
+                recorded, self.recorded = self.recorded + spans.take(), []
+                self.on_step(version, batch, loop.time() - start, waited, recorded)
         await self.committed.wait()
         result.seconds = loop.time() - start
         result.recomputed = sum(worker.engine.recomputed for worker in self.workers)
         return result
 
 
-async def _run(setting: Setting) -> Result:
-    run = SimRun(setting)
+async def _run(setting: Setting, on_step: Callable | None) -> Result:
+    spans.clock = asyncio.get_running_loop().time
+    run = SimRun(setting, on_step)
     async with asyncio.TaskGroup() as group:  # so that a bug in a worker ends the run
         serving = [group.create_task(worker.serve()) for worker in run.workers]
         result = await run.train()
@@ -465,13 +486,15 @@ async def _run(setting: Setting) -> Result:
     return result
 
 
-def simulate(setting: Setting) -> Result:
+def simulate(setting: Setting, on_step: Callable | None = None) -> Result:
     """Run it on a clock of its own. The same setting gives the same result."""
+    clock = spans.clock
     gc.freeze()  # torch's modules stay: the collector need not walk them again and again
     often = gc.get_threshold()
     gc.set_threshold(50_000, 20, 20)  # what an episode leaves is small, and rarely a cycle
     try:
         with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-            return runner.run(_run(setting))
+            return runner.run(_run(setting, on_step))
     finally:
+        spans.clock = clock
         gc.set_threshold(*often)

@@ -60,7 +60,8 @@ class Replay:
     def wait_committed(self) -> None: ...
 
     def news(self) -> dict:
-        return {"counts": Counter(), "dropped": Counter(), "dropped_prompts": []}
+        none = {"dropped_prompts": [], "dropped_groups": []}
+        return {"counts": Counter(), "dropped": Counter()} | none
 
     def mismatch(self, version: int) -> tuple[float, float]:
         return 0.0, 0.0

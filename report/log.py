@@ -1,6 +1,7 @@
 """What a run writes and shows: metrics, samples, a progress bar and a summary.
 
-The files of a run (see README): config.json, metrics.jsonl, samples.jsonl, trace.json, reward.png.
+The files of a run (see README): config.json, metrics.jsonl, samples.jsonl, tokens.jsonl,
+trace.json, reward.png.
 """
 
 import json
@@ -20,6 +21,7 @@ from plumbing.settings import Settings
 from report.advice import hint
 from report.rows import read_rows, summarize
 from report.timeline import TraceFile
+from report.tokens import TokenFile
 
 SAMPLES_A_STEP = 2  # written to samples.jsonl
 LINE_EVERY = 10  # seconds, where there is no terminal to draw a bar on
@@ -42,6 +44,7 @@ class Log:
             self._cut(resumed_at)
         self.metrics = (self.dir / "metrics.jsonl").open("a")
         self.samples = (self.dir / "samples.jsonl").open("a")
+        self.tokens = TokenFile(self.dir / "tokens.jsonl")
         self.trace = TraceFile(self.dir / "trace.json", resumed_at)
         destinations = filter(None, settings.report_to.split(","))
         self.writers = [OPEN[name](flat, self.dir) for name in destinations]
@@ -64,7 +67,7 @@ class Log:
 
     def _cut(self, version: int) -> None:
         """Forget what was written after the checkpoint: those steps are about to be run again."""
-        for name in ("metrics.jsonl", "samples.jsonl"):
+        for name in ("metrics.jsonl", "samples.jsonl", "tokens.jsonl"):
             rows = read_rows(self.dir / name)
             rows = [row for row in rows if row.get("step", row.get("version", 0)) <= version]
             text = "".join(json.dumps(row) + "\n" for row in rows)
@@ -78,13 +81,15 @@ class Log:
         for write in self.writers:
             write(row)
 
-    def step(self, row: dict, batch: list, tokenizer) -> None:
-        """Write a step's metrics and a few of its samples; move the bar."""
+    def step(self, row: dict, batch: list, seen: list[dict], tokenizer) -> None:
+        """Write a step's metrics, tokens (`seen`: of the update), a few samples; move the bar."""
         if not any("step" in before for before in self.rows):
             for note in notes_on_batch(row, self.settings):
                 with self.bar.external_write_mode(file=sys.stderr):
                     print(f"note: {note}", file=sys.stderr)
         self._write(row)
+        if batch:
+            self.tokens.write(row["step"], batch, seen, tokenizer)
         for sample in batch[:SAMPLES_A_STEP]:
             first = int(sample.mask.argmax())  # of the response
             record = {
@@ -155,6 +160,7 @@ class Log:
         self.bar.close()
         self.metrics.close()
         self.samples.close()
+        self.tokens.close()
         self.trace.close()
 
     def summary(self) -> None:
@@ -163,8 +169,8 @@ class Log:
 
         self.bar.close()
         figure = plot_reward([self.dir], self.dir / "reward.png")
-        print(summarize(self.rows))
         config = json.loads((self.dir / "config.json").read_text())
+        print(summarize(self.rows, config))
         taken = config["trainers"] + config["rollout_workers"] * config["tensor_parallel"]
         if change := hint(self.rows, config, (usable_gpus() or cores()) - taken):
             print(change)

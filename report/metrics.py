@@ -98,4 +98,5 @@ def batch_metrics(run) -> dict:
         "rollout_idle": counts["idle"] / worker_time,
         "prompt_ids": [s.ticket.prompt_id for s in batch[:: run.settings.group_size]],
         "dropped_prompts": news["dropped_prompts"],  # [reason, prompt id]: whom `ready` passes
+        "dropped_groups": news["dropped_groups"],  # [reason, admission index]
     }

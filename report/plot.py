@@ -1,14 +1,16 @@
 """Figures of finished runs.
 
-    bash launch.sh plot RUN_DIR...                      reward.png, timeline.png and turns.png
+    bash launch.sh plot RUN_DIR...          reward.png, timeline.png, turns.png, run.html
     bash launch.sh plot RUN_DIR... --metrics ratio_ess,kl_behaviour     and these, step by step
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 from report.figures import has_steps, plot_metrics, plot_reward, plot_timeline, plot_turns
+from report.page import write_page
 from report.rows import read_rows, summarize
 
 
@@ -25,7 +27,9 @@ def main() -> int:
         if not any("step" in row for row in rows):
             print(f"report.plot: no metrics.jsonl with steps in {run}", file=sys.stderr)
             return 2
-        print(f"{run}\n{summarize(rows)}")
+        config = run / "config.json"
+        known = json.loads(config.read_text()) if config.exists() else {}
+        print(f"{run}\n{summarize(rows, known)}")
     directory = args.out or args.runs[0]
     directory.mkdir(parents=True, exist_ok=True)
     reward = "reward.png" if len(args.runs) == 1 else "compare.png"
@@ -34,6 +38,7 @@ def main() -> int:
     timed = {run.name: run for run in args.runs if has_steps(run)}
     if timed:
         print(plot_turns(timed, directory / "turns.png"))
+    print(write_page(args.runs, directory / "run.html"))
     try:
         if keys := [key for key in args.metrics.split(",") if key]:
             print(plot_metrics(args.runs, keys, directory / "metrics.png"))

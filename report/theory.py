@@ -92,6 +92,41 @@ def max_speedup(samples, workers, mean, longest, train, epochs: float = 1) -> fl
     return 1 + workers * longest / (samples * (mean + epochs * train))
 
 
+def expected_range(
+    alpha: float,
+    samples: float,
+    running: float,
+    update: float,
+    step: float,
+    waits: float,
+    steps: int,
+) -> tuple[float, float]:
+    """Mean staleness to be expected with `fifo`, in versions: at least, and at most. The bound is
+    ceil(alpha). Not in the paper; docs/staleness.md derives it.
+
+    `running`: samples that decode at a time, a mean over time. `update`, `step`: time from handing
+    out a batch until its update is committed, and of a whole step. `waits`: share of its time that
+    the trainer waits.
+
+    At most: a sample is finished within the version that admitted it, and waits for alpha batches.
+    So it is where the trainer is the bottleneck, and hardly waits (`waits` below 0.05).
+    At least: every batch is handed out when its last sample ends. A sample has decoded for
+    running / samples steps (Little's law), waits for the rest of its batch, and the update is
+    committed `update` later: running / samples + update / step commits. So it is where generation
+    is the bottleneck, and the trainer waits for every batch (`waits` above 1/3). Samples that wait
+    for a place have no token, so no version either.
+    A run of `steps` steps begins cold: step k has at most k - 1 versions behind it."""
+
+    def from_cold(mean: float) -> float:
+        return sum(min(mean, k) for k in range(steps)) / steps
+
+    low = from_cold(min(alpha, running / samples + update / step))
+    high = from_cold(alpha)
+    if waits < 0.05:
+        return high, high
+    return (low, low) if waits > 1 / 3 else (low, high)
+
+
 class Advice(NamedTuple):
     """What to run with, and the bounds on its step time, in seconds."""
 

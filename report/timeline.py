@@ -5,7 +5,6 @@
 
 import json
 import math
-import time
 from pathlib import Path
 
 from plumbing.spans import MAIN, STEP_LIMIT, Span, spans
@@ -46,21 +45,22 @@ class TraceFile:
     """Appends events in the Chrome trace format, a line each: an array whose closing bracket is
     optional, so that the file of a run that was stopped anywhere can be read."""
 
-    def __init__(self, path: Path, resumed_at: int | None = None):
+    def __init__(self, path: Path, resumed_at: int | None = None, origin: float | None = None):
         """A run that goes on from a checkpoint keeps what was done before the step after it, and
-        its clock goes on where that ended."""
+        its clock goes on where that ended. `origin`: the time that is 0; by default now."""
         kept = [] if resumed_at is None else read_trace(path)
         later = [e["ts"] for e in kept if e["name"] == "step" and e["args"]["step"] > resumed_at]
         kept = [e for e in kept if e["ts"] < min(later, default=math.inf)]
         ended = max((e["ts"] + e.get("dur", 0) for e in kept), default=0)
-        self._origin = time.perf_counter() - ended / 1e6
+        self._origin = (spans.clock() if origin is None else origin) - ended / 1e6
         self._named = {(e["pid"], e["tid"]) for e in kept if e["ph"] == "M"}
         self._count, self._file = 0, path.open("w")
         self._file.write("[\n")
         for event in kept:
             self._event(event)
         self._file.flush()
-        spans.clear()  # of an earlier run in this process
+        if origin is None:
+            spans.clear()  # of an earlier run in this process
 
     def write(self, processes: list[list[Span]]) -> None:
         """Append the spans of the trainer, and of each of its workers."""
@@ -86,7 +86,8 @@ class TraceFile:
             return
         self._named.add((pid, lane + 1))
         loop, process = ("loop", "trainer") if pid == 1 else ("engine", f"rollout {pid - 2}")
-        names = {"process_name": process, "thread_name": f"episodes {lane:03}" if lane else loop}
+        lanes = "scheduler" if pid == 1 else f"episodes {lane:03}"
+        names = {"process_name": process, "thread_name": lanes if lane else loop}
         for what, name in names.items():
             place = {"pid": pid, "tid": lane + 1, "ts": 0}
             self._event({"name": what, "ph": "M", **place, "args": {"name": name}})

@@ -244,7 +244,8 @@ def test_a_run_writes_what_the_readme_says(worker):
     run.log.summary()
     files = {path.name for path in run.log.dir.iterdir()}
     assert files == {
-        "config.json", "metrics.jsonl", "samples.jsonl", "trace.json", "reward.png", "checkpoint-2",
+        "config.json", "metrics.jsonl", "samples.jsonl", "tokens.jsonl", "trace.json", "reward.png",
+        "checkpoint-2",
     }  # fmt: skip
     keys = (
         "step version wall_s reward_mean solve_rate loss grad_norm entropy ratio_mean ratio_max "

@@ -349,7 +349,9 @@ def test_which_prompts_were_dropped_is_told_once():
     owner = Owner(workers=1, places=64, filter_groups=True)
     owner.publish(0, (0.0,))
     owner.results(0, [done(ticket(1, i)) for i in (0, 1)])
-    assert owner.scheduler.news()["dropped_prompts"] == [("filtered", 1)]
+    news = owner.scheduler.news()
+    assert news["dropped_prompts"] == [("filtered", 1)]
+    assert news["dropped_groups"] == [("filtered", 1)]
     news = owner.scheduler.news()
     assert news["dropped_prompts"] == [] and news["dropped"] == {"filtered": 1}
 

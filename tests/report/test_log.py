@@ -19,7 +19,7 @@ def said(tmp_path, capfd, *rows, resumed_at=None) -> list[str]:
     log = Log(Settings(run_dir=str(tmp_path / "run")), 1, resumed_at)
     capfd.readouterr()
     for row in rows:
-        log.step(row, [], byte_tokenizer())
+        log.step(row, [], [], byte_tokenizer())
     log.close()
     return [line for line in capfd.readouterr().err.splitlines() if line.startswith("note: ")]
 
@@ -42,7 +42,7 @@ def test_where_there_is_no_terminal_lines_are_written_now_and_then_and_no_bar(
     log = Log(Settings(run_dir=str(tmp_path / "run"), steps=7), 1, None)
     log.begin()
     for step in range(1, 8):
-        log.step(WELL | {"step": step}, [], byte_tokenizer())
+        log.step(WELL | {"step": step}, [], [], byte_tokenizer())
     log.close()
     lines = capfd.readouterr().err
     assert "\r" not in lines and "step/s" not in lines

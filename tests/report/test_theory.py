@@ -6,8 +6,10 @@ import math
 import random
 import re
 
+import numpy as np
 import pytest
 
+from experiments.simulator import Load, Rates, Setting, simulate
 from report import advice, theory
 from report.advice import advise_run
 from report.theory import advise, async_bound, best_async_bound, beta_star, max_speedup, sync_bound
@@ -206,3 +208,35 @@ def test_the_command_prints_what_a_run_speaks_for(tmp_path, capsys, monkeypatch)
     monkeypatch.setattr("sys.argv", ["report.advice", str(tmp_path)])
     assert advice.main() == 0
     assert capsys.readouterr().out == advise_run(rows(), config) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("alpha", "steps", "measured"), [(2, 30, 1.9), (4, 20, 3.5), (0.5, 14, 0.46)]
+)
+def test_where_the_trainer_is_the_bottleneck_staleness_is_alpha_after_a_cold_start(
+    alpha, steps, measured
+):
+    low, high = theory.expected_range(alpha, 128, 64, 1, 1, waits=0.01, steps=steps)
+    assert low == high == pytest.approx(measured, abs=0.01)  # real runs of the grid game
+
+
+@pytest.mark.parametrize("slots", [1, 8, 32, 48, 64, 96])
+@pytest.mark.parametrize("alpha", [1, 2, 4])
+def test_simulated_staleness_is_as_expected(slots, alpha):
+    """Two GPUs generate, with a light tail; the more places, the less the trainer waits."""
+    recorded, rates = [], Rates(decode_s=0.01, slots=slots, train_s=0.2, publish_s=0.01)
+    load = Load(20, 0.3, 200, prompt=0)
+    buffer = {"batch_size": 32, "group_size": 4, "alpha": float(alpha)}
+    setting = Setting(rates, load, buffer, 2, 1, steps=40)
+    result = simulate(setting, lambda *step: recorded.extend(step[-1]))
+    decoding = sum(end - start for name, _, start, end, _ in recorded if name == "turn")
+    low, high = theory.expected_range(
+        alpha,
+        samples=128,
+        running=decoding / result.seconds,
+        update=0.21,
+        step=result.seconds / 40,
+        waits=result.wait / result.seconds,
+        steps=40,
+    )
+    assert low - 0.1 <= np.mean(result.staleness) <= high + 0.1
