@@ -271,6 +271,7 @@ def check_timeline(run) -> None:
     assert kinds[1] - {"start"} == {
         "step", "wait", "train", "pack", "forward", "backward", "optimiser", "diagnostics",
         "publish", "acknowledge", "probe", "pause", "broadcast", "log", "evaluate", "checkpoint",
+        "admit",
     }  # fmt: skip
     assert {"decode", "load", "probe", "commit", "idle", "turn"} <= kinds[2]
     turns = [e for e in events if e["name"] == "turn"]
