@@ -28,6 +28,7 @@ import transformers
 from tqdm import tqdm
 
 import train
+from plumbing.devices import usable_gpus
 from plumbing.processes import Processes
 from rollout import Dispatcher
 
@@ -80,6 +81,9 @@ class Bench:
         """Start the run on the engines of this kind; returns work(run)."""
         run.log.bar.disable |= not self.bar.disable
         run.log.lines &= self.bar.disable
+        if usable_gpus():  # engines of another kind would hold the memory that this one wants
+            for other in [held for held in self.engines if held != kind]:
+                self.engines.pop(other).close()
         try:
             run.start(self.engines.get(kind), dispatcher)
             return work(run)

@@ -33,16 +33,15 @@ class Preset(NamedTuple):
     """Defaults that depend on the model."""
 
     learning_rate: float  # AdamW, constant
-    dtype: str  # of the weights that generate, and of the trainer's forward pass
     max_model_len: int  # tokens of a whole sample: prompt, responses, what the environment says
     batch_size: int  # prompts a train step
     eval_prompts: int  # held-out prompts an evaluation
 
 
 PRESETS: dict[str, Preset] = {
-    "tiny": Preset(3e-4, "float32", max_model_len=512, batch_size=32, eval_prompts=512),
-    "smollm2": Preset(1e-5, "float32", max_model_len=1024, batch_size=16, eval_prompts=128),
-    "default": Preset(1e-6, "bfloat16", max_model_len=4096, batch_size=32, eval_prompts=512),
+    "tiny": Preset(3e-4, max_model_len=512, batch_size=32, eval_prompts=512),
+    "smollm2": Preset(1e-5, max_model_len=1024, batch_size=16, eval_prompts=128),
+    "default": Preset(1e-6, max_model_len=4096, batch_size=32, eval_prompts=512),
 }
 PRESETS["tiny-untied"] = PRESETS["tiny"]
 

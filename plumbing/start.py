@@ -93,7 +93,9 @@ def prepare(settings: Settings) -> Start:
     workers = settings.rollout_workers
     threads, worker_threads = cpu_threads(settings.alpha == 0, ranks.local_world, workers)
     torch.set_num_threads(threads)
-    dtype = preset_of(settings.model).dtype if ranks.device.type == "cuda" else "float32"
+    # On a GPU never float32: kernels would compute in TF32 behind its back, which the probe takes
+    # for weights that did not arrive.
+    dtype = "bfloat16" if ranks.device.type == "cuda" else "float32"
     stops = declared_stops(base, task, tokenizer)
     probe = probe_ids(settings, task, tokenizer)
     notes = [*ranks.plan.notes(), *task.notes, *notes_on_prompts(task, tokenizer), *notes]

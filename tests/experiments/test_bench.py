@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from experiments import bench as bench_module
 from experiments.bench import Bench, ratio, spread, table
 
 
@@ -32,6 +33,25 @@ def test_an_interrupt_ends_the_block_alone_and_engines_are_always_closed(tmp_pat
     except RuntimeError:
         assert error is RuntimeError
     assert bench.code == code and closed == [True]
+
+
+@pytest.mark.parametrize("gpus, left", [(0, {"other", "mine"}), (2, {"mine"})])
+def test_on_gpus_engines_of_another_kind_end_before_new_ones_start(
+    tmp_path, monkeypatch, gpus, left
+):
+    monkeypatch.setattr(bench_module, "usable_gpus", lambda: gpus)
+    events = []
+    run = SimpleNamespace(
+        log=SimpleNamespace(bar=SimpleNamespace(disable=True), lines=False),
+        start=lambda engines, dispatcher: events.append("start"),
+        workers=SimpleNamespace(close=lambda: events.append("mine ends")),
+        close=lambda keep_workers: None,
+    )
+    with Bench(tmp_path) as bench:
+        bench.engines["other"] = SimpleNamespace(close=lambda: events.append("other ends"))
+        bench.measure(run, lambda run: None, kind="mine")
+        assert set(bench.engines) == left
+    assert (events.index("other ends") < events.index("start")) == (gpus > 0)
 
 
 def test_numbers_are_shown_with_their_range_and_ratios_are_of_pairs():
