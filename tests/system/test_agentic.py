@@ -39,7 +39,7 @@ def slow_down(run, seconds: float) -> None:
 
 @pytest.mark.parametrize("name", ["Talk", "Threaded"])
 def test_a_sample_is_the_whole_episode_with_a_version_for_every_sampled_token(worker, tasks, name):
-    latency = "0.2,0.05"  # an episode takes longer than a train step: updates come in between
+    latency = "1,0.1"  # an episode takes far longer than a train step: updates come in between
     run, batches = train(worker, tasks, name, "--alpha", "1", env_latency=latency)
     games = make_task(Settings(env=f"{tasks}:{name}"))
     eos, spans = run.tokenizer.eos_token_id, 0
