@@ -137,8 +137,7 @@ class Arm(NamedTuple):
 
 def arms_of(cores: int, alphas: list[float]) -> list[Arm]:
     """Naive sync first, then the candidates for the strongest, then async."""
-    if usable_gpus():  # in sync trainer and workers share the GPUs, in async they split
-        gpus = usable_gpus()
+    if gpus := usable_gpus():  # in sync trainer and workers share the GPUs, in async they split
         sync = [Arm("sync", "sync", 0, gpus, 1, 1)]
         split = max(1, gpus - 1)
     else:

@@ -21,7 +21,6 @@ from experiments.bench import Bench, train_to_the_end
 from experiments.compare import LongAnswer
 from plumbing.settings import as_flags, parse
 from report.figures import plot_turns
-from report.rows import read_rows
 
 LONG = 320  # tokens of a response in the tail
 
@@ -51,18 +50,18 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     arms = {"sync": ["--mode", "sync"], "async": ["--alpha", f"{args.alpha:g}"]}
     shutil.rmtree(args.out, ignore_errors=True)
-    ends = {}
+    rows = {}
     with Bench(args.out) as bench:
         for name, mode in arms.items():
             settings = FLAGS | {"steps": args.steps, "seed": args.seed}
             settings["run_dir"] = str(args.out / name)
             run = train.Run(parse([*mode, *as_flags(settings)]))
             bench.measure(run, train_to_the_end)
-            ends[name] = [row for row in read_rows(args.out / name / "metrics.jsonl")][-1]
+            rows[name] = run.log.rows
     if bench.code:
         return bench.code
-    sync, ahead = (ends[name]["wall_s"] for name in arms)
-    stale = max(row["staleness_max"] for row in read_rows(args.out / "async" / "metrics.jsonl"))
+    sync, ahead = (rows[name][-1]["wall_s"] for name in arms)
+    stale = max(row["staleness_max"] for row in rows["async"])
     samples = args.steps * FLAGS["batch_size"] * FLAGS["group_size"]
     said = (
         f"{samples} samples: sync {sync:.1f} s, async {ahead:.1f} s, {sync / ahead:.2f} times as "

@@ -5,7 +5,7 @@
 
 Every run starts from nothing: its model is made anew, in a process of its own that sees the machine
 (experiments/machines.py). Prints, and writes, one table: the solve rate before and after, how long
-the warm-up took, and when the first version was published. It can be interrupted and called again.
+the warm-up and all of it took. It can be interrupted and called again.
 """
 
 import argparse
@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parent.parent
 CHILD = """
 import json, sys, time
 from pathlib import Path
-began = time.time()
 import train
 from plumbing import models
 from plumbing.settings import Settings
@@ -35,7 +34,7 @@ out, env, seed, steps, *flags = sys.argv[1:]
 models.CACHE = Path(out) / "cache"
 start = time.perf_counter()
 models.resolve_model("tiny", make_task(Settings(env=env), int(seed)), env)
-times = {"warmup": time.perf_counter() - start, "began": began}
+times = {"warmup": time.perf_counter() - start}
 (Path(out) / "times.json").write_text(json.dumps(times))
 if int(steps):
     flags += ["--model", "tiny", "--env", env, "--seed", seed, "--steps", steps]
@@ -60,7 +59,6 @@ def go(args, out: Path, machine: str, env: str, seed: int) -> int:
         rows = read_rows(out / "run" / "metrics.jsonl")
         held_out = [row["eval/solve_rate"] for row in rows if "eval/solve_rate" in row]
         result |= {"before": held_out[0], "after": held_out[-1]}
-        result["training"] = [row["wall_s"] for row in rows if "step" in row][-1]
     (out / "result.json").write_text(json.dumps(result))
     return 0
 

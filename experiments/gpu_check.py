@@ -252,7 +252,7 @@ def group(folder: str, say: Callable) -> None:
     """Weight group made, used and aborted."""
     from plumbing.weights import Wire, open_store
 
-    gpus = usable_gpus() if DEVICE == "cuda" else 0
+    gpus = usable_gpus()
     backend, world = ("nccl", min(2, gpus)) if gpus else ("gloo", 2)
     store = open_store(world, 60, "127.0.0.1")
     wire = Wire("127.0.0.1", store.port, 1, world, backend, 60.0)

@@ -54,11 +54,12 @@ def as_machine(name: str) -> Iterator[dict[str, str]]:
 
 
 def main() -> int:
-    names, mark, command = " ".join(sys.argv[1:]).partition("--")[0].split(), "--", sys.argv[1:]
-    if len(names) > 1 or mark not in command or command[-1] == mark:
+    given = sys.argv[1:]
+    at = given.index("--") if "--" in given else len(given)
+    names, command = given[:at], given[at + 1 :]
+    if len(names) > 1 or not command:
         print(__doc__, file=sys.stderr)
         return 2
-    command = command[command.index(mark) + 1 :]
     names = names[0].split(",") if names else list(MACHINES)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     lines, failed = [], False

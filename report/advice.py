@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from report import theory
-from report.rows import TRAINER_TIMES, WORKER_TIMES, idle_shares, read_rows
+from report.rows import TRAINER_TIMES, idle_shares, read_rows, times_of
 
 
 def hint(rows: list[dict], config: dict, free: int) -> str:
@@ -38,11 +38,11 @@ def hint(rows: list[dict], config: dict, free: int) -> str:
                 f"The workers wait {rollout} of the time for the trainer, and there is room for "
                 f"another rank of it (NPROC={config.get('trainers', 1) + 1})."
             )
-    said = propose(steps, config)
-    if config["alpha"] or not said or not said.alpha:
+    sizes = sizes_of(steps, config)
+    if config["alpha"] or not sizes:
         return ""
-    measured = sum(row[f"t_{what}"] for row in steps for what in TRAINER_TIMES) / len(steps)
-    if said.seconds > 0.9 * measured:
+    said, measured = theory.advise(**sizes), step_time(steps)
+    if not said.alpha or said.seconds > 0.9 * measured:
         return ""
     return (
         f"A step took {measured:.2f} s; it would take at most {said.seconds:.2f} s if training "
@@ -80,15 +80,10 @@ def sizes_of(steps: list[dict], config: dict) -> dict:
     return sizes if sizes["longest"] > 0 < sizes["train"] else {}
 
 
-def times_of(steps: list[dict]) -> dict[str, float]:
-    """Seconds of all steps, by what they went to."""
-    times = (*TRAINER_TIMES, *(f"worker_{what}" for what in WORKER_TIMES))
-    return {what: sum(row.get(f"t_{what}", 0.0) for row in steps) for what in times}
-
-
-def propose(steps: list[dict], config: dict) -> theory.Advice | None:
-    sizes = sizes_of(steps, config)
-    return theory.advise(**sizes) if sizes else None
+def step_time(steps: list[dict]) -> float:
+    """Mean seconds of the trainer a step."""
+    total = times_of(steps)
+    return sum(total[what] for what in TRAINER_TIMES) / len(steps)
 
 
 def advise_run(rows: list[dict], config: dict) -> str:
@@ -98,8 +93,7 @@ def advise_run(rows: list[dict], config: dict) -> str:
     sizes = sizes_of(steps, config) if len(steps) >= 7 else {}
     if not sizes:
         return ""
-    said, total = theory.advise(**sizes), times_of(steps)
-    measured = sum(total[what] for what in TRAINER_TIMES) / len(steps)
+    said, measured = theory.advise(**sizes), step_time(steps)
     how = f"alpha {said.alpha}, {said.rollout_workers} rollout + {said.trainers} trainer processes"
     if not said.alpha:
         how = "sync, all processes in both phases"

@@ -114,18 +114,17 @@ def gantt(axis, trace: list[dict], start: float, end: float) -> set[str]:
     return {name for name, _ in drawn}
 
 
-def has_steps(run: Path) -> bool:
-    """Whether a run has a trace.json with a step in it."""
-    return any(event["name"] == "step" for event in read_trace(run / "trace.json"))
+def has_steps(trace: list[dict]) -> bool:
+    return any(event["name"] == "step" for event in trace)
 
 
-def by_version(trace: list[dict], pid: int) -> list[tuple[float, float]]:
+def by_version(trace: list[dict], pid: int) -> list[tuple[float, int]]:
     """When (microseconds) an engine began to decode under which version: as its commits end."""
     commits = [e for e in trace if e["name"] == "commit" and e["pid"] == pid and e["ph"] == "X"]
     return [(e["ts"] + e["dur"], e["args"]["version"]) for e in commits]
 
 
-def pieces(turn: dict, committed: list[tuple[float, float]]) -> list[tuple[int, float, float]]:
+def pieces(turn: dict, committed: list[tuple[float, int]]) -> list[tuple[int, float, float]]:
     """A turn cut at the weight updates that fell into it: version, begin, end (microseconds)."""
     begin, end = turn["ts"], turn["ts"] + turn["dur"]
     before = [version for at, version in committed if at <= begin]
@@ -135,16 +134,20 @@ def pieces(turn: dict, committed: list[tuple[float, float]]) -> list[tuple[int, 
     return [(version, start, end) for (start, version), end in zip(starts, ends, strict=True)]
 
 
-def plot_turns(runs: dict[str, Path], target: Path, steps: int = 4) -> Path:
+def plot_turns(runs: dict[str, Path], target: Path, steps: int = 4) -> Path | None:
     """Runs on one scale of time, by their titles: what the trainer did, and below it every place of
-    the engine, each turn in the colours of the versions that decoded it. White is waiting. The
-    longest turn is outlined. Shows so many steps of the first run, and as many seconds of all."""
+    the engine, each turn in the colours of the versions that decoded it. White is waiting. An arrow
+    points at the longest turn. Shows so many steps of the first run, and as many seconds of all.
+    None, and no figure, if no run has a step in its trace.json; one that has none is left out."""
     traces = {title: read_trace(run / "trace.json") for title, run in runs.items()}
+    traces = {title: trace for title, trace in traces.items() if has_steps(trace)}
+    if not traces:
+        return None
     begin, end = window(next(iter(traces.values())), steps)
     seconds = end - begin
     figure, axes = plt.subplots(
-        2 * len(runs), 1, figsize=(11, 3.1 * len(runs)), sharex=True,
-        height_ratios=[1, 7] * len(runs), layout="constrained",
+        2 * len(traces), 1, figsize=(11, 3.1 * len(traces)), sharex=True,
+        height_ratios=[1, 7] * len(traces), layout="constrained",
     )  # fmt: skip
     for number, (title, trace) in enumerate(traces.items()):
         trainer, engine = axes[2 * number : 2 * number + 2]
@@ -174,6 +177,10 @@ def draw_trainer(axis, events: list[dict], start: float) -> None:
     axis.tick_params(length=0)
 
 
+def color_of(version: int) -> str:
+    return VERSION_COLORS[version % len(VERSION_COLORS)]
+
+
 def draw_places(axis, trace: list[dict], events: list[dict], start: float) -> None:
     """The turns of the first engine, a row a place."""
     turns = [e for e in events if e["pid"] == 2 and e["name"] == "turn"]
@@ -185,12 +192,9 @@ def draw_places(axis, trace: list[dict], events: list[dict], start: float) -> No
             bar = begin / 1e6 - start, (end - begin) / 1e6
             drawn.setdefault((version, turn["tid"]), []).append(bar)
     for (version, lane), bars in drawn.items():
-        color = VERSION_COLORS[version % len(VERSION_COLORS)]
-        axis.broken_barh(bars, (lane - 2, 0.9), color=color, linewidth=0)
+        axis.broken_barh(bars, (lane - 2, 0.9), color=color_of(version), linewidth=0)
     versions = sorted({version for version, _ in drawn})
-    colors = [VERSION_COLORS[version % len(VERSION_COLORS)] for version in versions]
-    labels = [f"version {version}" for version in versions]
-    patches = [Patch(color=color, label=of) for color, of in zip(colors, labels, strict=True)]
+    patches = [Patch(color=color_of(version), label=f"version {version}") for version in versions]
     ended = [turn for turn in turns if "tokens" in turn.get("args", {})]  # not cancelled
     whole = [turn for turn in ended if turn["ts"] >= start * 1e6]
     if whole:
@@ -220,9 +224,7 @@ def plot_timeline(runs: list[Path], target: Path) -> Path:
     """What every process of each run did during a few steps, all on one scale of time; below,
     staleness, idle shares and lengths of the whole runs."""
     traces = {run: read_trace(run / "trace.json") for run in runs}
-    traces = {
-        run: trace for run, trace in traces.items() if any(e["name"] == "step" for e in trace)
-    }
+    traces = {run: trace for run, trace in traces.items() if has_steps(trace)}
     for run in set(runs) - set(traces):
         print(f"{run}: no step in a trace.json, so no timeline of it", file=sys.stderr)
     windows = {run: window(trace, WINDOW) for run, trace in traces.items()}

@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from report.rows import read_rows
+from report.rows import TRAINER_TIMES, read_rows
 from report.timeline import read_trace
 from report.tokens import read_samples
 
@@ -22,7 +22,6 @@ CURVES = (
     "reward_mean", "solve_rate", "staleness_mean", "ratio_ess", "clip_frac", "trainer_idle",
     "rollout_idle", "entropy",
 )  # fmt: skip
-TRAINER = ("wait", "train", "publish")  # drawn in the trainer's row
 SIZE_LIMIT = 8_000_000  # bytes; above it samples are shown without their tokens
 
 
@@ -71,7 +70,7 @@ def run_data(run: Path) -> dict:
         "trainer": [
             [e["name"], *ms(e)]
             for e in events
-            if e["pid"] == 1 and e["tid"] == 1 and e["name"] in TRAINER and e["ts"] >= origin
+            if e["pid"] == 1 and e["tid"] == 1 and e["name"] in TRAINER_TIMES and e["ts"] >= origin
         ],
         "steps": [[e["args"]["step"], *ms(e)] for e in events if e["name"] == "step"],
         **columns(samples),

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from report.figures import has_steps, plot_metrics, plot_reward, plot_timeline, plot_turns
+from report.figures import plot_metrics, plot_reward, plot_timeline, plot_turns
 from report.page import write_page
 from report.rows import read_rows, summarize
 
@@ -35,9 +35,8 @@ def main() -> int:
     reward = "reward.png" if len(args.runs) == 1 else "compare.png"
     print(plot_reward(args.runs, directory / reward))
     print(plot_timeline(args.runs, directory / "timeline.png"))
-    timed = {run.name: run for run in args.runs if has_steps(run)}
-    if timed:
-        print(plot_turns(timed, directory / "turns.png"))
+    if turns := plot_turns({run.name: run for run in args.runs}, directory / "turns.png"):
+        print(turns)
     print(write_page(args.runs, directory / "run.html"))
     try:
         if keys := [key for key in args.metrics.split(",") if key]:

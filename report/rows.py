@@ -64,12 +64,15 @@ def expected_of(steps: list[dict], config: dict) -> str:
     return f" (expected {low:.2f})" if high - low < 0.01 else f" (expected {low:.2f} to {high:.2f})"
 
 
+def times_of(steps: list[dict]) -> dict[str, float]:
+    """Seconds of all steps, by what they went to."""
+    times = (*TRAINER_TIMES, *(f"worker_{what}" for what in WORKER_TIMES))
+    return {what: sum(row.get(f"t_{what}", 0.0) for row in steps) for what in times}
+
+
 def expected_staleness(steps: list[dict], alpha: float, rollout_workers: int) -> tuple:
     """`theory.expected_range` from what a run has measured."""
-    total = {
-        key: sum(row.get(f"t_{key}", 0.0) for row in steps)
-        for key in (*TRAINER_TIMES, *(f"worker_{what}" for what in WORKER_TIMES))
-    }
+    total = times_of(steps)
     # Sequences that decode at a time: those of an engine step, while there are any.
     busy = total["worker_decode"] + total["worker_episodes"]
     made = sum(row["tokens_made"] for row in steps)
@@ -90,12 +93,10 @@ def expected_staleness(steps: list[dict], alpha: float, rollout_workers: int) ->
 def idle_shares(steps: list[dict]) -> dict[str, float]:
     """Share of all seconds of a run in which trainer and workers waited. A mean of the steps' own
     shares would be another number: short steps wait less."""
-    of = {
-        "trainer": ("t_wait", [f"t_{what}" for what in TRAINER_TIMES]),
-        "rollout": ("t_worker_idle", [f"t_worker_{what}" for what in WORKER_TIMES]),
+    total = times_of(steps)
+    trainer = sum(total[what] for what in TRAINER_TIMES)
+    workers = sum(total[f"worker_{what}"] for what in WORKER_TIMES)
+    return {
+        "trainer": total["wait"] / (trainer or 1.0),
+        "rollout": total["worker_idle"] / (workers or 1.0),
     }
-
-    def total(*keys: str) -> float:
-        return sum(row.get(key, 0.0) for row in steps for key in keys)
-
-    return {side: total(wait) / (total(*keys) or 1.0) for side, (wait, keys) in of.items()}
