@@ -32,7 +32,7 @@ def own_address() -> str:
         for name, of in psutil.net_if_addrs().items()
         if psutil.net_if_stats()[name].isup
     }
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    chosen, master = os.environ.get("GLOO_SOCKET_IFNAME", ""), os.environ["MASTER_ADDR"]
     if chosen:
         if not addresses.get(chosen.split(",")[0]):
             there = ", ".join(name for name, of in addresses.items() if of)
@@ -40,8 +40,12 @@ def own_address() -> str:
                 f"GLOO_SOCKET_IFNAME={chosen}: no interface of that name is up and has an IPv4 "
                 f"address here (there are: {there})"
             )
-        return addresses[chosen.split(",")[0]][0]
-    master = os.environ["MASTER_ADDR"]
+        address = addresses[chosen.split(",")[0]][0]
+        if address.startswith("127.") and not socket.gethostbyname(master).startswith("127."):
+            raise ValueError(
+                f"GLOO_SOCKET_IFNAME={chosen} is {address}: nodes other than this one cannot reach it"
+            )
+        return address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((master, 9))  # sends nothing: only the way is looked up

@@ -73,6 +73,16 @@ def test_which_interface_is_meant_is_asked_where_it_is_not_known(interfaces, mon
         own_address()
 
 
+def test_a_loopback_interface_is_refused_where_the_master_is_elsewhere(interfaces, monkeypatch):
+    interfaces("10.0.0.2", lo="127.0.0.1", ib0="10.0.0.2")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.0.0.1")
+    with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME=lo is 127.0.0.1: nodes other"):
+        own_address()
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    assert own_address() == "127.0.0.1"  # all of them are here
+
+
 RANK = """
 import sys, time
 from plumbing import nodes

@@ -63,6 +63,8 @@ class Nodes:
 
     def run(self, *flags: str, ranks: int = 1) -> None:
         self.processes, self.outputs = [], []
+        # Not the interface that a run within this process chose for itself.
+        here = {key: v for key, v in os.environ.items() if "SOCKET_IFNAME" not in key}
         for number, name in enumerate(self.names):
             out = self.tmp / f"node{number}-{time.monotonic_ns()}.txt"
             command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
@@ -75,7 +77,7 @@ class Nodes:
                     stdout=out.open("w"),
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    env=os.environ | {"TQDM_DISABLE": "1"},
+                    env={**here, "TQDM_DISABLE": "1"},
                 )  # fmt: skip
             )
             self.outputs.append(out)
