@@ -43,7 +43,8 @@ def own_address() -> str:
         address = addresses[chosen.split(",")[0]][0]
         if address.startswith("127.") and not socket.gethostbyname(master).startswith("127."):
             raise ValueError(
-                f"GLOO_SOCKET_IFNAME={chosen} is {address}: nodes other than this one cannot reach it"
+                f"GLOO_SOCKET_IFNAME={chosen} is {address}: nodes other than this one cannot "
+                "reach it"
             )
         return address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
