@@ -30,26 +30,24 @@ import logging
 import math
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 
-import numpy as np
 import torch.multiprocessing as mp
 from tqdm import tqdm
 
 from buffer import Sample, SampleBuffer, Ticket
-from envs import Episode, Limits, Unwanted, run_episode
+from envs import Episode, Unwanted, run_episode
 from plumbing.calls import EnvCalls
-from plumbing.processes import LOADING, Processes, RolloutError, cause, die_with_parent
-from plumbing.settings import Settings
-from plumbing.spans import STEP_LIMIT, Span, spans
-from plumbing.weights import Arrivals, Manifest
+from plumbing.processes import Processes, RolloutError, cause, die_with_parent, say
+from plumbing.publish import Publisher, Update
+from plumbing.settings import Settings, WorkerSpec
+from plumbing.spans import MAIN, STEP_LIMIT, Span, spans
+from plumbing.weights import Manifest
 from tasks.find import make_task
 
 
@@ -66,21 +64,41 @@ class Dispatcher:
         self.in_hand = fixed or places + max(1, places // 8)  # when one ends, the next is there
         self._most = fixed or 4 * places
         self._ended: set[int] = set()  # groups whose queued tickets are skipped
+        self.away: set[int] = set()  # workers that were replaced and hold no weights yet
+        self.deaths: Counter[Ticket] = Counter()  # of workers that had it in hand
 
     def assign(self) -> dict[int, list[Ticket]]:
         """Hand queued tickets to workers with room; returns the new tickets of each worker."""
         given: dict[int, list[Ticket]] = {}
         if not self.queue:
             return given
-        taken = [len(held) for held in self.held]
+        taken = [math.inf if w in self.away else len(held) for w, held in enumerate(self.held)]
+        apart = []
         while self.queue and min(taken) < self.in_hand:
             worker = taken.index(min(taken))
             ticket = self.queue.popleft()
-            if ticket.group not in self._ended:
-                self.held[worker].add(ticket)
-                taken[worker] += 1
-                given.setdefault(worker, []).append(ticket)
+            if ticket.group in self._ended:
+                continue
+            if self.suspect(ticket) and any(map(self.suspect, self.held[worker])):
+                apart.append(ticket)  # one at a time: the next death tells which of them it is
+                continue
+            self.held[worker].add(ticket)
+            taken[worker] += 1
+            given.setdefault(worker, []).append(ticket)
+        self.queue.extendleft(reversed(apart))
         return given
+
+    def suspect(self, ticket: Ticket) -> bool:
+        return self.deaths[ticket] >= 2
+
+    def lose(self, worker: int, fault: bool = True) -> list[Ticket]:
+        """A worker is gone: its tickets go to the front of the queue. Returns those that have now
+        been in hand at three deaths; they are not queued again. `fault`: whether it counts."""
+        self.away.add(worker)
+        held, self.held[worker] = sorted(self.held[worker]), set()
+        self.deaths.update(held if fault else ())
+        self.queue.extendleft(t for t in reversed(held) if self.deaths[t] < 3)
+        return [ticket for ticket in held if self.deaths[ticket] >= 3]
 
     def widen(self) -> None:
         """An engine had places free while tickets were waiting here: its episodes end too fast, or
@@ -99,18 +117,6 @@ class Dispatcher:
 
 
 # -- in the trainer: what is generated, and under which weights ----------------------------------
-
-
-@dataclass(eq=False)
-class Update:
-    """A publish in progress: which workers have paused, and what their probes scored."""
-
-    version: int
-    reference: np.ndarray  # the trainer's score of the probe, float [P - 1]
-    paused: set[int] = field(default_factory=set)
-    loaded: dict[int, np.ndarray] = field(default_factory=dict)
-    arrived: dict[int, list] = field(default_factory=dict)  # see `weights.Arrivals`
-    sent: int | None = None  # the sum of what was broadcast, once it is
 
 
 class Scheduler:
@@ -132,15 +138,14 @@ class Scheduler:
     ):
         """`make_ticket(admission index, sample)`; `dtype`: of the weights that workers are sent."""
         self.workers, self.settings, self.buffer = workers, settings, buffer
-        self.make_ticket, self.dtype = make_ticket, dtype
+        self.make_ticket = make_ticket
         places = settings.max_num_seqs, settings.tasks_per_worker
         self.dispatcher = dispatcher(settings.rollout_workers, *places)
         self.decoding = False  # not before the first commit
-        self.arrivals = Arrivals()
-        self.mismatches: dict[int, tuple[float, float]] = {}  # of each version's probe: max, mean
+        self.publisher = Publisher(workers, settings.start_timeout, dtype, self.committed)
         self.counts: Counter[str] = Counter()  # the workers': seconds by kind, tokens, ...
+        self._lost_at: dict[int, float] = {}  # of the workers that are being replaced
         self._spans: list[deque[Span]] = [deque(maxlen=STEP_LIMIT) for _ in self.dispatcher.held]
-        self._update: Update | None = None
         self._evaluating: dict[Ticket, Sample | None] = {}
         self._eval_failures: Counter[Ticket] = Counter()
 
@@ -161,16 +166,30 @@ class Scheduler:
         """Take one message of a worker. Under the lock."""
         if kind == "results":
             self._take_results(worker, *args)
-        elif kind == "paused":
-            self._update.paused.add(worker)
-            self.workers.slack[worker] = math.inf  # it waits for the others: it may be silent
-            if len(self._update.paused) == self.workers.count:  # now all receive and load
-                self.workers.slack = dict.fromkeys(range(self.workers.count), LOADING)
-        elif kind == "loaded":
-            _, scores, self._update.arrived[worker] = args
-            self._update.loaded[worker] = np.asarray(scores)
-            self.workers.slack.pop(worker, None)
-            self._commit()
+        else:
+            self.publisher.hear(worker, kind, *args)
+        if kind == "lost":
+            self._lose(worker, *args)
+        elif kind == "ready" and worker in self._lost_at:
+            restart = "restart", MAIN, self._lost_at[worker], spans.clock(), {}
+            self._spans[worker].append(restart)
+
+    def _lose(self, worker: int, why: RolloutError, fault: bool) -> None:
+        """Another process takes this worker's number: others go on with what it had in hand."""
+        self.counts["restarts"] += 1
+        self._lost_at[worker] = spans.clock()
+        tasks = len(self.dispatcher.held[worker])
+        say(f"{why}: a new one starts, its {tasks} tasks are queued again")
+        if why.details:
+            say(why.details)
+        for ticket in self.dispatcher.lose(worker, fault):
+            say(f"dropped prompt {ticket.prompt_id}: three rollout processes died with it in hand")
+            if ticket.eval:
+                self._leave_out(ticket, str(why), why.details)
+            else:
+                self.buffer.drop_if_open(ticket.group, "killed")
+        self._stop_closed()
+        self.feed()
 
     def holds(self, worker: int) -> str:
         """What a worker has in hand, for messages."""
@@ -229,9 +248,7 @@ class Scheduler:
             self._leave_out(ticket, last, details)
         dropped = self.buffer.dropped_for["failed"]
         if dropped > before and dropped <= 5:  # the first few say enough; metrics have the count
-            with tqdm.external_write_mode(file=sys.stderr):
-                what = f"dropped prompt {ticket.prompt_id}, which failed twice"
-                print(f"{what}: {last}", file=sys.stderr)
+            say(f"dropped prompt {ticket.prompt_id}, which failed twice: {last}")
         if dropped > before and self.buffer.too_many_failed():
             raise RolloutError(
                 f"{dropped} groups failed, more than half of those that ended; the last, "
@@ -250,89 +267,67 @@ class Scheduler:
                 details,
             )
 
-    # -- a publish: pause, broadcast, load, commit -----------------------------------------------
+    # -- a publish: see `plumbing/publish.py` ----------------------------------------------------
 
-    def pause(self, version: int, manifest: Manifest, probe_ids: list[int], reference) -> None:
-        """Stop every worker between two engine steps, and have it expect the weights of `version`.
-        Returns when all have paused. Loading, the probe and the commit happen while the caller goes
-        on: see `wait_committed`. `reference`: the trainer's own score of the probe."""
-        with spans("acknowledge"):
-            self.wait_committed()
+    def pause(self, version: int, manifest: Manifest, probe_ids: list[int], reference) -> list[int]:
+        """Stop the workers that do not hold `version` between two engine steps, and have them
+        expect it. Returns which, when all have paused. They load, are probed and go on to decode
+        while the caller trains: see `wait_committed`."""
+        self.publisher.wait_committed()
         with self.workers.changed:
-            update = self._update = Update(version, np.asarray(reference))
             self.buffer.expect(version)
             self._stop_closed()
-        everyone = set(range(self.workers.count))
-        for worker in everyone:
-            self.workers.send(worker, "update", version, asdict(manifest), probe_ids)
-        with spans("pause"):
-            self.workers.wait(
-                lambda: update.paused == everyone,
-                lambda: f"workers {sorted(everyone - update.paused)} to pause",
-                self.settings.start_timeout,
-            )
+        return self.publisher.pause(version, manifest, probe_ids, reference)
 
-    def sent(self, checksum: int) -> None:
-        """The weights have left; the sum of their bits is this."""
-        with self.workers.changed:
-            self._update.sent = checksum
-            self._commit()
+    def committed(self, update: Update) -> None:
+        """All members hold these weights: decoding and admission go on. Under the lock."""
+        self.buffer.commit(update.version)
+        for worker in self.dispatcher.away & update.members:
+            after = spans.clock() - self._lost_at.pop(worker)
+            say(f"rollout process {worker} is back after {after:.1f} s")
+        self.dispatcher.away -= update.members
+        self.decoding = True
+        self.feed()
 
     def wait_committed(self) -> None:
-        """Wait until the publish in progress, if there is one, is committed on every worker."""
-        self.workers.wait(
-            lambda: self._update is None,
-            lambda: f"workers to load version {self._update.version}",
-            self.settings.start_timeout,
-        )
-
-    def _commit(self) -> None:
-        """When every worker has loaded: compare what arrived with what was sent, and the probes;
-        then let decoding and admission go on."""
-        update = self._update
-        if len(update.loaded) < self.workers.count or update.sent is None:
-            return
-        self.arrivals.check(update.version, update.sent, update.arrived)
-        gaps = np.abs(np.stack([p - update.reference for p in update.loaded.values()]))
-        worst = float(gaps.max())
-        self.mismatches[update.version] = worst, float(gaps.mean())
-        first, _ = next(iter(self.mismatches.values()))
-        limit = 1e-3 if self.dtype == "float32" else min(1.0, 10 * max(first, 1e-6))
-        if not worst <= limit:  # also true of NaN
-            raise RolloutError(
-                f"trainer and engine disagree after the publish of version {update.version}: "
-                f"|logprob difference| up to {worst:.2g}, allowed {limit:.2g}"
-            )
-        for worker in range(self.workers.count):
-            self.workers.send(worker, "commit", update.version)
-        self.buffer.commit(update.version)
-        self.decoding, self._update = True, None
-        self.feed()
+        self.publisher.wait_committed()
 
     # -- for the training loops ------------------------------------------------------------------
 
-    def get_batch(self, timeout: float) -> list[Sample]:
-        """The next batch; waits for it while workers generate."""
-        self.workers.wait(self.buffer.batch_ready, self.buffer.pending, timeout)
+    def wait(self, ready: Callable[[], bool], what: Callable[[], str], timeout: float) -> bool:
+        """Wait until it is `ready`. False: a worker that was replaced has to be published to."""
+        self.workers.wait(lambda: ready() or self.publisher.behind, what, timeout)
+        with self.workers.changed:
+            return ready()
+
+    def get_batch(self, timeout: float) -> list[Sample] | None:
+        """The next batch; waits for it while workers generate. None: publish, and ask again."""
+        if not self.wait(self.buffer.batch_ready, self.buffer.pending, timeout):
+            return None
         with self.workers.changed:
             batch = self.buffer.pop_batch()
             self._stop_closed()
             return batch
 
-    def evaluate(self, tickets: Iterable[Ticket], timeout: float) -> list[Sample]:
-        """Run evaluation tickets past admission and ahead of training, under one version. Returns
-        their samples, without those that failed twice."""
+    def begin_evaluation(self, tickets: Iterable[Ticket]) -> None:
+        """Run evaluation tickets past admission and ahead of training, under one version."""
         self.wait_committed()
         with self.workers.changed:
             self._evaluating, self._eval_failures = dict.fromkeys(tickets), Counter()
             self.dispatcher.queue.extendleft(reversed(self._evaluating))
             self.feed()
-        self.workers.wait(
-            lambda: None not in self._evaluating.values(),
-            lambda: f"{list(self._evaluating.values()).count(None)} evaluation samples",
-            timeout,
-        )
-        return list(self._evaluating.values())
+
+    def evaluated(self, timeout: float) -> list[Sample] | None:
+        """Their samples, without those that failed twice. None: publish, and ask again."""
+
+        def missing() -> int:
+            return list(self._evaluating.values()).count(None)
+
+        if not self.wait(lambda: not missing(), lambda: f"{missing()} evaluation samples", timeout):
+            return None
+        with self.workers.changed:  # what it took is not part of the next step's
+            self.counts = Counter(restarts=self.counts["restarts"])
+            return list(self._evaluating.values())
 
     def news(self) -> dict:
         """Since the last call: `counts` of the workers, with what the buffer threw away, and
@@ -351,7 +346,8 @@ class Scheduler:
 
     def mismatch(self, version: int) -> tuple[float, float]:
         """Largest and mean |logprob difference| of trainer and engines, of a version's probe."""
-        return self.mismatches[version]
+        none = 0.0, 0.0  # no worker ever held it, so nothing was made under it
+        return self.publisher.proof.mismatches.get(version, none)
 
     def take_spans(self) -> list[list[Span]]:
         """What each worker has done since the last call."""
@@ -368,26 +364,6 @@ class Scheduler:
 
 
 # -- in a rollout process: an event loop that steps the engine, one coroutine an episode ---------
-
-
-@dataclass
-class WorkerSpec:
-    """All that a rollout process is told at its start (it is pickled: plain values only)."""
-
-    model: str
-    settings: Settings
-    limits: Limits
-    dtype: str
-    prefix_caching: bool
-    gpu_share: float  # of a GPU's memory, for this worker's engine
-
-    @property
-    def threads(self) -> int:
-        """Of blocking calls: as many as there may be episodes, and some for those that hang."""
-        return 2 * max(self.settings.tasks_per_worker, 4 * self.settings.max_num_seqs)
-
-    def limits_of(self, ticket: Ticket) -> Limits:
-        return self.limits._replace(max_staleness=math.inf) if ticket.eval else self.limits
 
 
 class Worker:
@@ -454,16 +430,23 @@ class Worker:
         self.update = None
         if version < self.engine.version:
             raise ValueError(f"asked to load version {version}, holds {self.engine.version}")
+        self.arriving = False
         self.conn.send(("paused", version))
         with spans("load"):
+            await self.sleep_until(lambda: self.arriving)  # until all have paused
+            if self.stopping:
+                return
             restart = self.spec.settings.on_update == "restart"
             sums = self.engine.load_weights(manifest, restart)
         with spans("probe"):
             self.conn.send(("loaded", version, self.engine.probe(probe_ids), sums))
         with spans("commit", version=version):
-            while self.engine.version != version and not self.stopping:
-                await self.sleep()
-                self.report()
+            await self.sleep_until(lambda: self.engine.version == version)
+
+    async def sleep_until(self, condition: Callable[[], bool]) -> None:
+        while not condition() and not self.stopping:
+            await self.sleep()
+            self.report()
 
     def report(self) -> None:
         """Send what has finished since the last engine step, or a sign of life now and then."""
@@ -499,6 +482,9 @@ class Worker:
         self.update = update
         if self.spec.settings.on_update == "drain":
             self.engine.gate.clear()
+
+    def on_receive(self) -> None:
+        self.arriving = True
 
     def on_commit(self, version: int) -> None:
         """Decode under these weights from now on; stop what they have made too old."""

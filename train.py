@@ -21,6 +21,7 @@ import math
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,13 +38,13 @@ from plumbing.packing import Piece, cut
 from plumbing.policy import load_policy
 from plumbing.processes import Processes, RolloutError, kill_children_and_exit
 from plumbing.ranks import Ranks, cores, whole
-from plumbing.settings import Settings, notes, parse
+from plumbing.settings import Settings, WorkerSpec, notes, parse
 from plumbing.spans import spans
 from plumbing.start import Start, prepare
 from plumbing.weights import Sender
 from report.log import Log
 from report.metrics import batch_metrics, update_metrics
-from rollout import Dispatcher, Scheduler, WorkerSpec, worker_main
+from rollout import Dispatcher, Scheduler, worker_main
 
 
 def train_sync(run: "Run") -> None:
@@ -282,8 +283,14 @@ class Run:
             self.log = Log(self.settings, self.ranks.world, state.get("version"))
             if self.settings.model.startswith("tiny"):
                 checkpoint.keep_base(start.base, self.log.dir)
-        bucket_mb = self.settings.bucket_mb
-        self.sender = Sender(self.ranks, self.trainer.policy.model, self.trainer.dtype, bucket_mb)
+        self.sender = Sender(
+            self.ranks,
+            self.trainer.policy.model,
+            self.trainer.dtype,
+            self.settings.bucket_mb,
+            self.settings.tensor_parallel,
+            self.settings.start_timeout,
+        )
         self.probe = start.probe
         self.buffer = self._buffer(state)
         self.spec = self._spec(start)
@@ -330,11 +337,6 @@ class Run:
                 self.workers, settings, self.buffer, self.ticket, dispatcher, self.spec.dtype
             )
             self._begin(new=workers is None)
-        if not settings.replay_batches:
-            each = settings.rollout_workers * settings.tensor_parallel
-            self.sender.connect(self.workers, each, settings.start_timeout)
-        if self.workers:
-            self.workers.patience = settings.worker_timeout
         self.publish(self.version)
         self.wait_committed()
         if settings.eval_every and self.version == 0:
@@ -355,9 +357,9 @@ class Run:
                 workers.start(
                     self.worker_main, specs, plan.visible(), self.worker_threads
                 )
-            workers.listen(self.scheduler.hear, self.scheduler.holds, settings.start_timeout)
-            for worker, spec in enumerate(() if new else specs):
-                workers.send(worker, "begin", spec)
+            workers.listen(self.scheduler, settings)
+            if not new:
+                workers.begin(specs)
             workers.await_word("ready" if new else "begun", settings.start_timeout)
         if new and self.log:
             self.log.starting(0, "ready")
@@ -390,11 +392,21 @@ class Run:
         self.started = time.perf_counter()
         spans.seconds.clear()
         with spans("wait"):
-            batch = self.scheduler and self.scheduler.get_batch(self.settings.batch_timeout)
+            batch = self._wait_for(lambda: self.scheduler.get_batch(self.settings.batch_timeout))
             if self.log and self.settings.dump_batches:
                 replay.dump(self.log.dir / "batches", self.version + 1, batch)
             self.batch = self.ranks.from_local_rank_zero(batch)
         return self.batch
+
+    def _wait_for(self, ask: Callable[[], list | None]) -> list | None:
+        """What this node's scheduler is asked for, on its local rank 0. While it is None a worker
+        that was replaced waits for weights, which takes all ranks."""
+        while True:
+            answer = self.scheduler and ask()
+            if not self.ranks.from_rank_zero(answer is None):
+                return answer
+            self.publish(self.version)
+            self.wait_committed()
 
     @spans("train")
     def train_on(self, batch: list[Sample]) -> None:
@@ -404,19 +416,26 @@ class Run:
     def publish(self, version: int) -> None:
         """Send the weights to every worker. Returns when they have left; see wait_committed."""
         reference = self.trainer.score(self.probe)
-        if self.scheduler:
-            self.scheduler.pause(version, self.sender.manifest, self.probe, reference)
-        with spans("broadcast"):
-            self.ranks.barrier()  # every node's workers have paused
-            self.sender.send(self.workers and self.workers.check)
-            total = self.ranks.from_rank_zero(self.sender.checksum)
-        if self.scheduler:
-            self.scheduler.sent(total)
+        delivered, members, publisher = False, [], None
+        while not delivered:  # again, if a worker is lost while weights are on the way to it
+            if self.scheduler:
+                members = self.scheduler.pause(
+                    version, self.sender.manifest, self.probe, reference
+                )
+                publisher = self.scheduler.publisher
+            with spans("broadcast"):
+                self.ranks.barrier()  # every node's workers have paused
+                delivered = self.sender.send(publisher, members)
+            if publisher and not delivered:
+                publisher.abandon()
+        total = self.ranks.from_rank_zero(self.sender.checksum)
+        if publisher:
+            publisher.sent(total)
         self.version = version
 
     def wait_committed(self) -> None:
         if self.scheduler:
-            with spans("publish"), spans("acknowledge"):
+            with spans("publish"):
                 self.scheduler.wait_committed()
 
     def finish_step(self) -> None:
@@ -450,14 +469,14 @@ class Run:
     def evaluate(self) -> None:
         """Score held-out prompts under the version just published, one sample each."""
         start, ranks = time.perf_counter(), self.ranks
-        samples: list[Sample] = []
         if self.scheduler:
             tickets = [
                 Ticket(-1, 0, i, derive_seed(self.settings.seed, 2**32, i), eval=True)
                 for i in self.held_out[ranks.node :: ranks.nodes]
             ]
-            samples = self.scheduler.evaluate(tickets, self.settings.batch_timeout)
-            self.scheduler.counts.clear()  # not part of the next step's
+            self.scheduler.begin_evaluation(tickets)
+        timeout = self.settings.batch_timeout
+        samples = self._wait_for(lambda: self.scheduler.evaluated(timeout)) or []
         scored = ranks.sum(float(len(samples)))  # a prompt whose reward failed twice is left out
         mean = ranks.sum(float(sum(s.reward for s in samples))) / scored
         solved = ranks.sum(float(sum(s.solved for s in samples))) / scored

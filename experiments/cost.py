@@ -162,10 +162,10 @@ def scheduler_thread(args) -> None:
     nothing = Manifest([], [], "float32", 1), [], np.zeros(1)  # is sent, and scores 0
     workers.start(answer_at_once, [None, None], [None, None], 1)
     try:
-        workers.listen(scheduler.hear, scheduler.holds, 60)
+        workers.listen(scheduler, settings)
         workers.await_word("ready", 60)
         scheduler.pause(0, *nothing)
-        scheduler.sent(0)
+        scheduler.publisher.sent(0)
         thread = next(t for t in threading.enumerate() if t.name == "scheduler")
         clock = time.pthread_getcpuclockid(thread.ident)
         start, begun = time.clock_gettime(clock), time.perf_counter()
@@ -173,7 +173,7 @@ def scheduler_thread(args) -> None:
         for version in tqdm(range(args.steps), unit="batch"):
             samples += len(scheduler.get_batch(60))
             scheduler.pause(version + 1, *nothing)
-            scheduler.sent(0)
+            scheduler.publisher.sent(0)
         scheduler.wait_committed()
         spent, seconds = time.clock_gettime(clock) - start, time.perf_counter() - begun
     finally:

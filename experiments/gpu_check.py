@@ -166,8 +166,8 @@ class Driven:
         from plumbing.engine import Engine
         from plumbing.policy import load_policy
         from plumbing.ranks import Ranks
+        from plumbing.settings import WorkerSpec
         from plumbing.weights import Sender, Wire, open_store
-        from rollout import WorkerSpec
 
         self.ranks = Ranks()
         self.policies = [load_policy(f"{folder}/{i}", self.ranks, DTYPE) for i in range(2)]
@@ -198,7 +198,7 @@ class Driven:
         """Send the weights of policy `which`; returns the seconds until they are loaded. Raises
         RuntimeError for any that did not arrive."""
         sender, began = self.senders[which], time.perf_counter()
-        sending = threading.Thread(target=sender.send, args=(lambda **_: None,))
+        sending = threading.Thread(target=sender.broadcast, args=(lambda **_: None,))
         sending.start()
         ((came, _),) = self.engine.load_weights(asdict(sender.manifest), restart=False)
         sending.join()

@@ -21,7 +21,8 @@ import numpy as np
 import rollout
 from buffer import Sample, Ticket
 from envs import Episode
-from rollout import Dispatcher, Worker, WorkerSpec
+from plumbing.settings import WorkerSpec
+from rollout import Dispatcher, Worker
 
 # -- in the trainer: which ticket goes to which worker -------------------------------------------
 

@@ -27,10 +27,10 @@ import numpy as np
 from buffer import SampleBuffer, Ticket
 from envs import Limits, Task, Turn
 from experiments.naive import LockstepWorker
-from plumbing.settings import Settings
+from plumbing.settings import Settings, WorkerSpec
 from plumbing.spans import spans
 from plumbing.weights import Manifest
-from rollout import Dispatcher, Scheduler, WorkerSpec
+from rollout import Dispatcher, Scheduler
 
 LANES = 2**20  # of a process in the timeline: worker w has those from (w + 1) * LANES on
 
@@ -406,6 +406,8 @@ class SimRun:
         self.workers = [SimWorker(pipe, spec, rates, load, lane) for pipe, lane in made]
         rest = settings, self.buffer, self.ticket, setting.dispatcher
         self.scheduler = Scheduler(SimProcesses(self.workers), *rest)
+        for worker in range(setting.rollout_gpus):
+            self.hear(worker, ("ready",))
 
     def ticket(self, index: int, sample: int) -> Ticket:
         return Ticket(index, sample, prompt_id=index, seed=64 * index + sample)
@@ -429,7 +431,7 @@ class SimRun:
         self.scheduler.pause(version, Manifest([], [], "float32", 0), [], np.zeros(1))
         self.committed.clear()
         await asyncio.sleep(self.setting.rates.publish_s)
-        self.scheduler.sent(0)
+        self.scheduler.publisher.sent(0)
         loop = asyncio.get_running_loop()
         loop.call_later(self.setting.rates.load_s, self._loaded, version)
 

@@ -162,7 +162,7 @@ class Running:
 
 class Engine:
     """vLLM in this process, stepped by `Worker.serve`; every token is stamped as it is made.
-    `spec` is a `rollout.WorkerSpec`."""
+    `spec` is a `settings.WorkerSpec`."""
 
     def __init__(self, spec):
         on_cpu = not usable_gpus()

@@ -1,24 +1,27 @@
-"""The rollout processes of this node: how they start, how they are spoken to, how they end.
+"""The rollout processes of this node: how they start, are spoken to, are replaced, and end.
 
-Each has a pipe of its own, so no lock is shared and a killed one leaves nothing locked. What is
+Each has a pipe of its own, so no lock is shared and a killed one leaves nothing locked. One that
+died, or does not answer, is killed with all that it started, and another takes its number. What is
 said over the pipes is not known here: see `rollout.Scheduler` and `rollout.Worker`.
 """
 
 import contextlib
 import ctypes
-import math
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 
 import torch.multiprocessing as mp
+from tqdm import tqdm
 
 LOADING = 4.0  # times as long as else a worker may be silent while it receives and loads weights
+WINDOW = 600.0  # seconds that --max_restarts counts over
 
 
 class RolloutError(RuntimeError):
@@ -34,6 +37,12 @@ def cause(details: str) -> str:
     return [line for line in details.splitlines() if line[:1].strip()][-1]
 
 
+def say(line: str) -> None:
+    """To stderr, whatever bar is drawn there."""
+    with tqdm.external_write_mode(file=sys.stderr):
+        print(line, file=sys.stderr)
+
+
 class Processes:
     """A process and a pipe for every worker, and a thread that hears what they say.
 
@@ -44,10 +53,12 @@ class Processes:
     def __init__(self):
         self.processes: list[mp.Process] = []
         self.pipes: list[Connection] = []
-        self.weight_group = None  # kept here by `weights.Sender`, since it lives as long as they do
+        self.lives: Counter[int] = Counter()  # how often each was replaced
+        self.faults: list[float] = []  # when one ended that should not have, within the WINDOW
+        # Kept here by `weights.Sender`, since it lives as long as they do: of which (worker, life).
+        self.weight_group: tuple[list | None, object] = None, None
         self.changed = threading.Condition()  # the one lock, and the word that there is news
         self.error: RolloutError | None = None
-        self.patience = math.inf  # seconds that a worker may be silent
         self.slack: dict[int, float] = {}  # these may be silent for so many times as long
         self.starting: Callable[[int, str], None] = lambda worker, stage: None  # told how far it is
         self.heard: list[float] = []
@@ -63,34 +74,45 @@ class Processes:
 
     def start(self, main: Callable, specs: list, devices: list[str | None], threads: int) -> None:
         """Spawn a process for each spec, which runs main(pipe, spec)."""
-        context = mp.get_context("spawn")
-        for rank, (spec, visible) in enumerate(zip(specs, devices, strict=True)):
-            mine, theirs = context.Pipe()
-            process = context.Process(
-                target=main, args=(theirs, spec), name=f"rollout-{rank}", daemon=False
-            )
-            # Ctrl-C reaches the whole terminal group; what it means is for this process to say.
-            # Blocked, as the child inherits it, and not ignored: one that comes now is not lost.
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                with child_environment(visible, threads):
-                    process.start()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            theirs.close()  # so that the worker's death reads as the end of the pipe
+        self._main, self.specs, self._devices, self._threads = main, specs, devices, threads
+        for worker in range(len(specs)):
+            process, pipe = self._spawn(worker)
             self.processes.append(process)
-            self.pipes.append(mine)
+            self.pipes.append(pipe)
 
-    def listen(self, hear: Callable, holds: Callable[[int], str], patience: float) -> None:
-        """From now on call hear(worker, kind, *args) for all that is said, under the lock; what was
-        said before its "ready" or "begun" is of an earlier run. `holds(worker)`: for messages."""
+    def _spawn(self, worker: int) -> tuple[mp.Process, Connection]:
+        context = mp.get_context("spawn")
+        mine, theirs = context.Pipe()
+        arguments, name = (theirs, self.specs[worker]), f"rollout-{worker}"
+        process = context.Process(target=self._main, args=arguments, name=name, daemon=False)
+        # Ctrl-C reaches the whole terminal group; what it means is for this process to say.
+        # Blocked, as the child inherits it, and not ignored: one that comes now is not lost.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            with child_environment(self._devices[worker], self._threads):
+                process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        theirs.close()  # so that the worker's death reads as the end of the pipe
+        return process, mine
+
+    def listen(self, owner, settings) -> None:
+        """From now on call owner.hear(worker, kind, *args) for all that is said, under the lock;
+        what was said before its "ready" or "begun" is of an earlier run. `owner.holds(worker)`: for
+        messages. `settings` have the patience with workers, and how many may be replaced."""
         with self.changed:
-            self.hear, self.holds, self.patience = hear, holds, patience
+            self.owner, self.settings = owner, settings
             self.heard = [time.monotonic()] * self.count
             self._said = [set() for _ in self.pipes]
             self.slack.clear()
         if not self._thread.is_alive():
             self._thread.start()
+
+    def begin(self, specs: list) -> None:
+        """Another run: tell all workers, which answer "begun"."""
+        self.specs = specs
+        for worker, spec in enumerate(specs):
+            self.send(worker, "begin", spec)
 
     def send(self, worker: int, *message) -> None:
         with self._sending, contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -111,6 +133,15 @@ class Processes:
             if self.error:
                 raise self.error
 
+    def check(self, within: float, news: Callable[[], bool]) -> None:
+        """Raise what went wrong; wait so many seconds for that, or for `news`."""
+        deadline = time.monotonic() + within
+        with self.changed:
+            while not self.error and not news() and time.monotonic() < deadline:
+                self.changed.wait(0.1)
+            if self.error:
+                raise self.error
+
     def await_word(self, word: str, timeout: float) -> None:
         """Wait until every worker has said this."""
         self.wait(
@@ -118,15 +149,6 @@ class Processes:
             lambda: f"{sum(word not in said for said in self._said)} workers to be {word}",
             timeout,
         )
-
-    def check(self, within: float = 0.0) -> None:
-        """Raise what went wrong; wait so many seconds for the thread to find it."""
-        deadline = time.monotonic() + within
-        with self.changed:
-            while self.error is None and time.monotonic() < deadline:
-                self.changed.wait(0.1)
-            if self.error:
-                raise self.error
 
     # -- the thread ------------------------------------------------------------------------------
 
@@ -136,7 +158,7 @@ class Processes:
                 for pipe in wait([*self.pipes, self._wake_reader], timeout=1.0):
                     if pipe is self._wake_reader:
                         pipe.recv_bytes()
-                    else:
+                    elif pipe in self.pipes:  # else it was replaced a moment ago
                         self.receive(self.pipes.index(pipe))
                 self.check_alive()
         except RolloutError as error:
@@ -150,34 +172,64 @@ class Processes:
             self.changed.notify_all()
 
     def receive(self, worker: int) -> None:
-        """Take the next message of a worker. Raises RolloutError if it is gone, or has failed."""
+        """Take the next message of a worker, and replace one that is gone. Raises RolloutError for
+        a failure at its start, which others would have too."""
         try:
             kind, *args = self.pipes[worker].recv()
         except (EOFError, ConnectionResetError):
-            raise RolloutError(f"rollout process {worker} died ({self._end(worker)})") from None
+            died = RolloutError(f"rollout process {worker} died ({self._end(worker)})")
+            return self.replace(worker, died)
         with self.changed:
             self.heard[worker] = time.monotonic()
-            if kind == "stage":
+            if kind == "stage" and not self.lives[worker]:
                 self.starting(worker, *args)
             if kind == "fatal":
-                raise RolloutError(f"rollout process {worker} failed: {cause(args[0])}", args[0])
-            if self._said[worker] or kind in ("ready", "begun"):
+                failed = f"rollout process {worker} failed: {cause(args[0])}"
+                error = RolloutError(failed, args[0])
+                if not self._said[worker]:
+                    raise error
+                self.replace(worker, error)
+            elif self._said[worker] or kind in ("ready", "begun"):
                 self._said[worker].add(kind)
-                self.hear(worker, kind, *args)
+                self.owner.hear(worker, kind, *args)
             self.changed.notify_all()
 
     def check_alive(self) -> None:
-        """Raise RolloutError for a worker that has been silent for too long."""
+        """Replace workers that have been silent for too long."""
         for worker, heard in enumerate(self.heard):
-            slack = self.slack.get(worker, 1.0)
-            if slack == math.inf:
-                self.heard[worker] = time.monotonic()
-            elif (silent := time.monotonic() - heard) > slack * self.patience:
+            slack, patience = self.slack.get(worker, 1.0), self.settings.worker_timeout
+            limit = slack * patience if self._said[worker] else self.settings.start_timeout
+            if (silent := time.monotonic() - heard) > limit:
                 more = f", {slack:g} times while it loads" if slack > 1 else ""
-                raise RolloutError(
+                waited = f"--worker_timeout {patience:g}"
+                if not self._said[worker]:
+                    waited = f"--start_timeout {limit:g}"
+                error = RolloutError(
                     f"rollout process {worker} has not answered for {silent:.0f} s (it holds "
-                    f"{self.holds(worker)}{more}; --worker_timeout {self.patience:g})"
+                    f"{self.owner.holds(worker)}{more}; {waited})"
                 )
+                self.replace(worker, error)
+
+    def replace(self, worker: int, error: RolloutError, fault: bool = True) -> None:
+        """Kill what is left of a worker and start another in its place. Raises `error` instead if
+        that has been done too often. `fault`: whether it counts."""
+        most = self.settings.max_restarts
+        with self.changed:
+            if fault:
+                now = time.monotonic()
+                self.faults = [t for t in self.faults if now - t < WINDOW] + [now]
+                if len(self.faults) > most:
+                    often = f"; {most} were replaced within {WINDOW / 60:g} minutes, --max_restarts"
+                    raise RolloutError(f"{error}{often if most else ''}", error.details)
+            self._kill(self.processes[worker])
+            old = self.pipes[worker]
+            self.processes[worker], self.pipes[worker] = self._spawn(worker)
+            old.close()
+            self.lives[worker] += 1
+            self.heard[worker], self._said[worker] = time.monotonic(), set()
+            self.slack.pop(worker, None)
+            self.owner.hear(worker, "lost", error, fault)
+            self.changed.notify_all()
 
     def _end(self, worker: int) -> str:
         self.processes[worker].join(5)
@@ -188,15 +240,20 @@ class Processes:
         """End every worker and its children; also when one no longer answers."""
         self._ending = True
         self._wake_writer.send_bytes(b"x")
+        if self._thread.is_alive():
+            self._thread.join(10.0)  # it may be replacing one
         for worker in range(self.count):
             self.send(worker, "stop")
         deadline = time.monotonic() + (0.0 if self.error else 3.0)
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # the worker and all that it started
-            process.kill()  # one that was only starting has no group of its own yet
-            process.join()
+            self._kill(process)
+
+    def _kill(self, process: mp.Process) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the worker and all that it started
+        process.kill()  # one that was only starting has no group of its own yet
+        process.join()
 
 
 # -- what a child starts with --------------------------------------------------------------------

@@ -11,6 +11,7 @@ make right; what depends on those is in `plumbing/start.py`.
 
 import argparse
 import inspect
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -20,8 +21,8 @@ from pathlib import Path
 import yaml
 
 import algos
-from buffer import CONSUMPTION
-from envs import Latency
+from buffer import CONSUMPTION, Ticket
+from envs import Latency, Limits
 from plumbing.flags import flag, refusal
 
 # -- flags that a loss, an advantage or an aggregation brings along ------------------------------
@@ -121,7 +122,12 @@ class Settings(OfAlgorithms):
         choices=("resume", "restart", "drain"),
     )
     worker_timeout: float = flag(
-        45.0, "seconds without a word from a worker before the run ends", above=0
+        45.0, "seconds without a word from a worker before it is replaced", above=0
+    )
+    max_restarts: int = flag(
+        5,
+        "workers that died and are replaced within ten minutes; one more ends the run",
+        least=0,
     )
     start_timeout: float = flag(600.0, "seconds that the start of a worker may take", above=0)
 
@@ -205,6 +211,26 @@ class Settings(OfAlgorithms):
         """The settings that `call` has parameters for, by name."""
         mine = vars(self)
         return {name: mine[name] for name in inspect.signature(call).parameters if name in mine}
+
+
+@dataclass
+class WorkerSpec:
+    """All that a rollout process is told at its start (it is pickled: plain values only)."""
+
+    model: str
+    settings: Settings
+    limits: Limits
+    dtype: str
+    prefix_caching: bool
+    gpu_share: float  # of a GPU's memory, for this worker's engine
+
+    @property
+    def threads(self) -> int:
+        """Of blocking calls: as many as there may be episodes, and some for those that hang."""
+        return 2 * max(self.settings.tasks_per_worker, 4 * self.settings.max_num_seqs)
+
+    def limits_of(self, ticket: Ticket) -> Limits:
+        return self.limits._replace(max_staleness=math.inf) if ticket.eval else self.limits
 
 
 def check(settings: Settings) -> None:

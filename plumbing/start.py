@@ -71,6 +71,8 @@ def prepare(settings: Settings) -> Start:
     refuse(settings)
     ranks = Ranks(settings.rollout_workers, settings.tensor_parallel, settings.batch_timeout)
     settings = replace(settings, rollout_workers=len(ranks.plan.workers))
+    if ranks.nodes > 1:  # rank 0 does not know of the workers of other nodes, to publish again
+        settings = replace(settings, max_restarts=0)
     if settings.batch_size % ranks.nodes or settings.redundant_groups % ranks.nodes:
         raise ValueError(
             f"--batch_size and --redundant_groups must divide by the number of nodes "

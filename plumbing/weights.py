@@ -14,9 +14,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -101,20 +102,44 @@ def checksum(tensor: Tensor) -> int:
     return int(tensor.detach().contiguous().view(bits).sum(dtype=torch.int64))
 
 
-class Arrivals:
-    """Holds what arrived at every worker against what was sent, at any learning rate and precision:
-    the probe cannot see an update that is small.
+class Broken(Exception):
+    """A receiver was lost while weights were on the way to it."""
 
-    A worker reports two sums for each of its tensor-parallel ranks: of the weights that came, and
-    of those that its engine holds once they are loaded (None where it keeps them in a form of its
-    own). The second also sees a tensor that came and was not loaded. It counts only if it fits at
-    the first publish: some models have parameters that are not published.
+
+class Proof:
+    """Holds every publish against what was sent, before anything is decoded under it.
+
+    *Sums of bits*, at any learning rate and precision: a worker reports two for each of its
+    tensor-parallel ranks: of the weights that came, and of those that its engine holds once they
+    are loaded (None where it keeps them in a form of its own). The second also sees a tensor that
+    came and was not loaded. It counts only if it fits at the first publish: some models have
+    parameters that are not published.
+
+    *The probe*, for what a sum cannot see (two tensors swapped, a stale copy): trainer and engine
+    score the same tokens. In float32 they agree to 1e-3; in less precision the first publish says
+    what to expect.
     """
 
-    def __init__(self):
+    def __init__(self, dtype: str):
+        self.dtype = dtype  # of the weights that workers are sent
         self.own: bool | None = None  # whether the engines' own sums can be held to
+        self.mismatches: dict[int, tuple[float, float]] = {}  # of each version's probe: max, mean
 
-    def check(self, version: int, sent: int, arrived: dict[int, list[tuple]]) -> None:
+    def check(self, update) -> None:
+        """Raise RolloutError for a `rollout.Update` that is not what the trainer holds."""
+        self.check_sums(update.version, update.sent, update.arrived)
+        gaps = np.abs(np.stack([p - update.reference for p in update.loaded.values()]))
+        worst = float(gaps.max())
+        self.mismatches[update.version] = worst, float(gaps.mean())
+        first, _ = next(iter(self.mismatches.values()))
+        limit = 1e-3 if self.dtype == "float32" else min(1.0, 10 * max(first, 1e-6))
+        if not worst <= limit:  # also true of NaN
+            raise RolloutError(
+                f"trainer and engine disagree after the publish of version {update.version}: "
+                f"|logprob difference| up to {worst:.2g}, allowed {limit:.2g}"
+            )
+
+    def check_sums(self, version: int, sent: int, arrived: dict[int, list[tuple]]) -> None:
         """Raise RolloutError, with the worker's number, for weights that are not what was sent."""
         sums = [(worker, *pair) for worker, ranks in arrived.items() for pair in ranks]
         if self.own is None:
@@ -163,8 +188,17 @@ def receive(group, manifest: Manifest, wire: torch.device, device: torch.device)
 class Sender:
     """The trainer's end. Every rank has one, since sharded parameters are gathered on all."""
 
-    def __init__(self, ranks: Ranks, model: nn.Module, dtype: torch.dtype, bucket_mb: int):
+    def __init__(
+        self,
+        ranks: Ranks,
+        model: nn.Module,
+        dtype: torch.dtype,
+        bucket_mb: int,
+        ranks_a_worker: int = 1,
+        timeout: float = 600.0,
+    ):
         self.ranks, self.dtype, self.group = ranks, dtype, None
+        self.ranks_a_worker, self.timeout = ranks_a_worker, timeout
         self.checksum = 0  # of what was sent last, on trainer rank 0
         # Tied embeddings are one parameter and appear once; the engine ties its own.
         named = dict(model.named_parameters())
@@ -173,34 +207,50 @@ class Sender:
         wire_dtype = str(dtype).removeprefix("torch.")
         self.manifest = Manifest(list(named), shapes, wire_dtype, bucket_mb * 2**20)
 
-    def connect(self, workers, ranks_a_node: int, timeout: float) -> None:
-        """Join trainer rank 0 and every rollout rank of every node in one process group. `workers`:
-        this node's `Processes`; None, except on local rank 0."""
-        ranks, store = self.ranks, None
-        if workers is not None and workers.weight_group is not None:
-            self.group = workers.weight_group  # they serve another run already
-            return
-        wire, world = None, 1 + ranks.nodes * ranks_a_node
-        if ranks.rank == 0:
-            store = open_store(world, timeout, ranks.address)
-            wire = Wire(ranks.address, store.port, 1, world, ranks.wire, timeout)
+    def connect(self, publisher, members: list[int]) -> None:
+        """Have trainer rank 0 and every rollout rank of the `members`, on every node, in one
+        process group: the one that there is, or a new one if a worker was replaced. `publisher`:
+        this node's (`publish.Publisher`); None, except on local rank 0. Raises Broken if a member
+        is lost meanwhile."""
+        ranks, each = self.ranks, self.ranks_a_worker
+        store = wire = workers = None
+        if publisher:
+            workers = publisher.workers
+            lives = [(worker, workers.lives[worker]) for worker in members]
+            known, group = workers.weight_group
+            self.group = group if members else None
+        world = 1 + ranks.nodes * len(members) * each
+        if ranks.rank == 0 and members and known != lives:
+            store = open_store(world, self.timeout, ranks.address)
+            wire = Wire(ranks.address, store.port, 1, world, ranks.wire, self.timeout)
         wire = ranks.from_rank_zero(wire)
-        if workers is not None:
-            first = 1 + ranks.node * ranks_a_node
-            each = ranks_a_node // workers.count
-            for worker in range(workers.count):
-                place = replace(wire, first_rank=first + worker * each)
-                workers.send(worker, "join", asdict(place))
-        if store is not None:
-            self.group = join_watched(wire, store, workers.check)
-        if workers is not None:
-            workers.await_word("joined", timeout)
-            workers.weight_group = self.group or ()  # () on the other nodes: theirs is rank 0's
+        if wire and workers:
+            first = 1 + ranks.node * len(members) * each
+            places = range(first, first + len(members) * each, each)
+            publisher.join([replace(wire, first_rank=place) for place in places])
+            if store:
+                self.group = join_watched(wire, store, publisher.alive)
+            publisher.wait_joined()
+            workers.weight_group = lives, self.group
 
-    def send(self, alive: Callable[..., None]) -> None:
+    def send(self, publisher, members: list[int]) -> bool:
+        """Broadcast all parameters to the members. False, on every rank, if one of them was lost
+        meanwhile."""
+        arrived = True
+        try:
+            self.connect(publisher, members)
+            if publisher:
+                publisher.receive()
+        except Broken:
+            self.group, arrived = None, False
+        arrived &= self.broadcast(publisher and publisher.alive)
+        return self.ranks.from_rank_zero(arrived)
+
+    def broadcast(self, alive: Callable[..., None] | None) -> bool:
         """Gather a bucket on all trainer ranks, then broadcast it, then the next: two communicators
-        are never in flight together. `alive()` raises when a worker is gone."""
-        self.checksum = 0
+        are never in flight together. `alive()` raises Broken when a receiver is lost; the rest is
+        gathered all the same, since other ranks do not know. Returns whether all of it was sent."""
+        self.checksum, sent = 0, True
         for bucket in self.manifest.buckets():
             parts = []
             for i in bucket:
@@ -210,8 +260,14 @@ class Sender:
             if self.group:
                 wire = "cpu" if self.ranks.wire == "gloo" else self.ranks.device
                 flat = torch.cat(parts).to(wire)
-                self._broadcast(flat, alive)
+                try:
+                    self._broadcast(flat, alive)
+                except Broken:
+                    if self.ranks.wire == "nccl":
+                        self.group.abort()  # else its kernel waits on the GPU for the one that died
+                    self.group, sent = None, False
                 self.checksum += checksum(flat)
+        return sent
 
     def _broadcast(self, flat: Tensor, alive: Callable[..., None]) -> None:
         """Send one bucket; polled, so that Ctrl-C and a worker that is gone are noticed in time."""

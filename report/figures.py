@@ -22,6 +22,7 @@ COLORS = {
     "forward": "C2", "backward": "#187a18", "train": "#b8ddb8",
     "publish": "C3", "load": "C3", "commit": "#f2b3b3", "probe": "#f2b3b3",
     "env step": "C1", "reward": "C1", "reset": "#ffcf99",
+    "restart": "black",
     "evaluate": "C4", "checkpoint": "C5", "log": "C5",
 }  # fmt: skip
 

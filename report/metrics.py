@@ -12,6 +12,8 @@ from plumbing.ranks import Ranks
 from plumbing.spans import spans
 from report.rows import TRAINER_TIMES, WORKER_TIMES
 
+DROP_REASONS = ("filtered", "stale", "failed", "redundant", "killed")
+
 
 def update_metrics(stats: list[dict], version: int, ranks: Ranks) -> dict[str, float]:
     """Means over the trained tokens of the whole batch. `log_ratio` is log pi - log pi_b, when
@@ -82,7 +84,7 @@ def batch_metrics(run) -> dict:
         "length_quantiles": np.quantile(lengths, [0.05, 0.25, 0.5, 0.75, 0.95]).tolist(),
         "turns_mean": float(np.mean([len(s.turns) for s in batch])),
         "truncated": float(np.mean([s.truncated for s in batch])),
-        **{f"dropped_{why}": dropped[why] for why in ("filtered", "stale", "failed", "redundant")},
+        **{f"dropped_{why}": dropped[why] for why in DROP_REASONS},
         # What was thrown away unfinished or too old, against what is trained on: the bias of
         # `ready` and of redundancy. Lengths are of what had been sampled by then.
         "lost_samples": counts["lost_samples"],
@@ -93,6 +95,7 @@ def batch_metrics(run) -> dict:
         "slots_used": counts["slots_used"] / engine_steps,
         "steps_below_cap": counts["steps_below_cap"] / engine_steps,
         "steps_starved": counts["steps_starved"] / engine_steps,  # below it while tasks waited
+        "restarts": counts["restarts"],  # rollout processes that were replaced
         "failed_samples": counts["failed_samples"],  # first failures, which a retry may mend, too
         "trainer_idle": seconds["wait"] / sum(seconds[what] for what in TRAINER_TIMES),
         "rollout_idle": counts["idle"] / worker_time,

@@ -15,6 +15,7 @@ from tasks.find import make_task
 TASKS = '''
 import asyncio
 import time
+from pathlib import Path
 
 from envs import Env, prompt_order
 from tasks.puzzles import Addition
@@ -77,11 +78,43 @@ def at_third_update(do):
             receive(self, info)
         BroadcastReceiver.receive_weights = wrong
 
+def die():
+    import os, signal
+    os.kill(os.getpid(), signal.SIGKILL)
+
+class DiesOnce(Odd):
+    """The process that computes the 21st reward is killed, the first time."""
+    def __init__(self, config, seed=0):
+        super().__init__(config, seed)
+        self.died, self.left = Path(config.run_dir) / "died", 21
+    def reward(self, row, response):
+        self.left -= 1
+        if not self.left and not self.died.exists():
+            self.died.touch()
+            die()
+        return super().reward(row, response)
+
+class Poison(Odd):
+    """Whoever scores the fifth prompt of a run is killed."""
+    def reward(self, row, response):
+        if row == self.train[prompt_order(len(self.train), 0, 4)]:
+            die()
+        return super().reward(row, response)
+
+class DiesAtStart(Odd):
+    """The first process that has its task made is killed."""
+    def __init__(self, config, seed=0):
+        import sys
+        super().__init__(config, seed)
+        died = Path(config.run_dir) / "died"
+        if "plumbing.engine" in sys.modules and not died.exists():
+            died.touch()
+            die()
+
 class DiesInUpdate(Odd):
     def __init__(self, config, seed=0):
-        import os, signal
         super().__init__(config, seed)
-        at_third_update(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        at_third_update(die)
 
 class HangsInUpdate(Odd):
     def __init__(self, config, seed=0):

@@ -4,7 +4,7 @@ import threading
 
 import torch.multiprocessing as mp
 
-from plumbing.processes import Processes
+from plumbing.processes import Processes, RolloutError
 
 
 class Pipes(Processes):
@@ -12,10 +12,20 @@ class Pipes(Processes):
 
     def __init__(self, count: int):
         super().__init__()
-        pairs = [mp.Pipe() for _ in range(count)]
-        self.pipes = [mine for mine, _ in pairs]
-        self.ends = [theirs for _, theirs in pairs]
+        self.processes, self.ends = [None] * count, [None] * count
+        self.pipes = [self._spawn(worker)[1] for worker in range(count)]
         self._thread = threading.current_thread()  # it is alive, so `listen` starts no other one
+
+    def _spawn(self, worker: int) -> tuple:
+        mine, self.ends[worker] = mp.Pipe()
+        return None, mine
+
+    def _kill(self, process: None) -> None:
+        pass
+
+    def lose(self, worker: int) -> None:
+        """This worker has died; another, which has not said a word yet, takes its place."""
+        self.replace(worker, RolloutError(f"rollout process {worker} died"))
 
     def say(self, worker: int, *message) -> None:
         """What this worker says, and what comes of it."""

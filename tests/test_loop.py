@@ -1,18 +1,18 @@
 """The training loops on real vLLM: what every run promises, read off the files that it wrote.
 
-    async at alpha 0 is sync, bit for bit: samples, metrics and weights
-    no sample is older than ceil(alpha) versions, and some are when training is slow
-    training and decoding overlap if alpha is above 0, and only then
-    every prompt is trained on exactly once, in the order of admission
-    trainer and engine agree on log-probabilities at every publish
-    importance ratios are 1 on fresh samples, at any temperature
-    a resumed sync run has the metrics and weights of one that was never stopped
-    a resumed async run leaves no prompt out, trains on none twice, and keeps the bound
-    dumped batches replay to the same losses and weights, without an engine
-    equal rewards leave the weights alone
-    a data set shorter than a batch is gone through again and again, evenly
-    a group that failed is counted, and the next prompt takes its place
-    the time of the trainer is all in trace.json
+async at alpha 0 is sync, bit for bit: samples, metrics and weights
+no sample is older than ceil(alpha) versions, and some are when training is slow
+training and decoding overlap if alpha is above 0, and only then
+every prompt is trained on exactly once, in the order of admission
+trainer and engine agree on log-probabilities at every publish
+importance ratios are 1 on fresh samples, at any temperature
+a resumed sync run has the metrics and weights of one that was never stopped
+a resumed async run leaves no prompt out, trains on none twice, and keeps the bound
+dumped batches replay to the same losses and weights, without an engine
+equal rewards leave the weights alone
+a data set shorter than a batch is gone through again and again, evenly
+a group that failed is counted, and the next prompt takes its place
+the time of the trainer is all in trace.json
 """
 
 import json
@@ -112,7 +112,7 @@ def test_every_prompt_is_trained_on_exactly_once_in_admission_order(worker):
 
 def test_trainer_and_engine_agree_at_each_of_50_publishes(worker):
     run = worker.train("--alpha", "1", steps=50, batch_size=2)
-    mismatches = list(run.scheduler.mismatches.values())
+    mismatches = list(run.scheduler.publisher.proof.mismatches.values())
     assert len(mismatches) == 51  # version 0 too
     assert max(mean for _, mean in mismatches) < 1e-5
     assert max(worst for worst, _ in mismatches) < 1e-3

@@ -8,6 +8,8 @@
 - a failed sample is tried once more, then done without: its group leaves, and another takes its
   place;
 - what runs for a group that has ended is stopped, and what it still sends is ignored;
+- a worker that is lost takes nothing along: its tickets are next, and its successor decodes nothing
+  before it holds the version that the others hold;
 - a run that cannot go on (no signal, most groups fail, too few held-out prompts) ends and says why.
 """
 
@@ -23,7 +25,7 @@ from fakes import Pipes
 from buffer import Sample, SampleBuffer, Ticket
 from plumbing.processes import LOADING, RolloutError
 from plumbing.settings import Settings
-from plumbing.weights import Manifest
+from plumbing.weights import Broken, Manifest
 from rollout import Dispatcher, Scheduler
 
 MANIFEST = Manifest(["w"], [[2]], "float32", 2**20)
@@ -120,6 +122,59 @@ class Sealed(deque):
     __iter__ = __getitem__ = __contains__ = popleft = pop = seal
 
 
+def test_tickets_of_a_lost_worker_are_next_and_it_gets_none_while_it_is_away():
+    dispatcher = Dispatcher(workers=2, places=2, fixed=2)
+    dispatcher.queue.extend(ticket(i) for i in range(6))
+    dispatcher.assign()
+    assert dispatcher.lose(0) == []
+    assert list(dispatcher.queue) == [ticket(i) for i in (0, 2, 4, 5)]
+    assert dispatcher.assign() == {}
+    dispatcher.held[1].clear()
+    assert dispatcher.assign() == {1: [ticket(0), ticket(2)]}
+    dispatcher.away.discard(0)
+    assert dispatcher.assign() == {0: [ticket(4), ticket(5)]}
+
+
+def test_what_was_in_hand_at_two_deaths_goes_out_one_at_a_time_until_a_third_tells_which_it_is():
+    dispatcher = Dispatcher(workers=1, places=4, fixed=4)
+    dispatcher.queue.extend(ticket(i) for i in range(3))
+    dispatcher.assign()
+    for _ in range(2):
+        assert dispatcher.lose(0) == []
+        dispatcher.away.clear()
+        dispatcher.assign()
+    dispatcher.queue.append(ticket(9))
+    assert dispatcher.assign() == {0: [ticket(9)]}  # nothing holds this one up
+    assert dispatcher.held[0] == {ticket(0), ticket(9)}
+    dispatcher.held[0].discard(ticket(0))  # it was not this one
+    assert dispatcher.assign() == {0: [ticket(1)]}
+    assert dispatcher.lose(0) == [ticket(1)]  # but this one
+    dispatcher.away.clear()
+    assert dispatcher.assign() == {0: [ticket(9), ticket(2)]}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_poisonous_ticket_costs_three_workers_and_harms_no_other(seed):
+    rng = random.Random(seed)
+    workers, places = rng.randint(1, 3), rng.randint(1, 6)
+    dispatcher = Dispatcher(workers, places, fixed=places)
+    tickets = [ticket(i) for i in range(40)]
+    dispatcher.queue.extend(tickets)
+    poison, ended, dropped, deaths = rng.choice(tickets), [], [], 0
+    while len(ended) + len(dropped) < 40:
+        dispatcher.assign()
+        worker = rng.randrange(workers)
+        if poison in dispatcher.held[worker] and rng.random() < 0.3:
+            dropped += dispatcher.lose(worker)
+            dispatcher.away.clear()
+            deaths += 1
+        elif others := sorted(dispatcher.held[worker] - {poison}):
+            ended.append(rng.choice(others))
+            dispatcher.held[worker].discard(ended[-1])
+    assert dropped == [poison] and deaths == 3
+    assert sorted(ended) == [one for one in tickets if one != poison]
+
+
 def test_without_room_the_longest_queue_is_not_looked_at():
     dispatcher = Dispatcher(4, 2, fixed=2)
     dispatcher.queue.extend(ticket(i) for i in range(100_000))
@@ -147,11 +202,11 @@ class Owner:
 
     def __init__(self, workers=2, places=8, dtype="float32", **buffer):
         buffer = {"batch_size": 2, "group_size": 2, "alpha": 0} | buffer
-        settings = Settings(rollout_workers=workers, max_num_seqs=places)
+        settings = Settings(rollout_workers=workers, max_num_seqs=places, worker_timeout=1e9)
         self.buffer = SampleBuffer(steps=10, **buffer)
         self.workers = Willing(workers)
         self.scheduler = Scheduler(self.workers, settings, self.buffer, ticket, dtype=dtype)
-        self.workers.listen(self.scheduler.hear, self.scheduler.holds, patience=math.inf)
+        self.workers.listen(self.scheduler, settings)
         for worker in range(workers):
             self.workers.say(worker, "ready")
 
@@ -169,7 +224,7 @@ class Owner:
     def pause(self, version, sent=0):
         self.scheduler.pause(version, MANIFEST, [3, 4, 5], np.zeros(2))
         if sent is not None:
-            self.scheduler.sent(sent)
+            self.scheduler.publisher.sent(sent)
 
     def loaded(self, worker, version, score=0.0, sums=((0, 0),)):
         self.workers.say(worker, "loaded", version, [score, 0.0], sums)
@@ -222,17 +277,13 @@ def test_version_and_admission_advance_only_when_the_last_worker_has_loaded():
     assert new == [ticket(g, i) for g in (2, 3) for i in (0, 1)]
 
 
-def test_a_worker_that_has_paused_may_be_silent_until_all_have_and_for_long_while_it_loads():
-    owner, slack = Owner(workers=2), []
-    say = owner.workers.say
-
-    def watched(worker, *message):
-        say(worker, *message)
-        slack.append(dict(owner.workers.slack))
-
-    owner.workers.say = watched
-    owner.pause(0)
-    assert slack == [{0: math.inf}, {0: LOADING, 1: LOADING}]
+def test_a_worker_may_be_silent_for_long_while_it_receives_and_loads():
+    owner = Owner(workers=2)
+    owner.pause(0, sent=None)
+    assert owner.workers.slack == {}
+    owner.scheduler.publisher.receive()
+    assert owner.workers.slack == {0: LOADING, 1: LOADING}
+    assert [kind for kind, *_ in owner.told(0)] == ["update", "receive"]
     owner.loaded(0, 0)
     assert owner.workers.slack == {1: LOADING}
 
@@ -243,13 +294,143 @@ def test_weights_are_held_against_what_was_sent_before_the_commit():
     for worker in range(2):
         owner.loaded(worker, 0, sums=[(7, 7)])
     assert not owner.scheduler.decoding  # what was sent is not known yet
-    owner.scheduler.sent(7)
+    owner.scheduler.publisher.sent(7)
     assert owner.buffer.version == 0 and owner.scheduler.decoding
     owner.pause(1, sent=8)
     owner.loaded(0, 1, sums=[(8, 8)])
     with pytest.raises(RolloutError, match="not all weights of version 1 arrived .* process 1"):
         owner.loaded(1, 1, sums=[(7, 8)])
     assert owner.buffer.version == 0
+
+
+# -- workers that are lost -------------------------------------------------------------------------
+
+
+def running(**settings):
+    """Two workers that decode under version 0; the tickets that each has in hand."""
+    owner = Owner(**settings)
+    owner.publish(0)
+    return owner, owner.tickets(0), owner.tickets(1)
+
+
+def test_others_go_on_with_the_tasks_of_a_lost_worker_and_its_failures_are_not_theirs(capsys):
+    owner, first, second = running(places=8)
+    owner.workers.lose(0)
+    assert owner.tickets(1) == first
+    assert "rollout process 0 died: a new one starts, its 2 tasks are queued again" in (
+        capsys.readouterr().err
+    )
+    owner.results(1, [done(one) for one in first + second])
+    assert len(owner.scheduler.get_batch(1)) == 4
+    assert not owner.buffer.dropped
+    counts = owner.scheduler.news()["counts"]
+    assert counts["restarts"] == 1 and counts["failed_samples"] == 0
+
+
+def test_a_successor_is_published_to_alone_and_decodes_nothing_before():
+    owner, first, _ = running(alpha=1)
+    assert owner.workers.told(0) == []
+    owner.workers.lose(0)
+    owner.told(1)
+    owner.workers.say(0, "ready")
+    assert owner.told(0) == [] and owner.scheduler.publisher.behind
+    assert owner.scheduler.get_batch(60) is None  # the trainer is to publish
+    assert owner.scheduler.pause(0, MANIFEST, [3, 4, 5], np.zeros(2)) == [0]
+    assert owner.told(1) == []  # which goes on to decode
+    owner.scheduler.publisher.sent(0)
+    owner.loaded(0, 0)
+    assert owner.told(0) == [("update", 0, MANIFEST.__dict__, [3, 4, 5]), ("commit", 0)]
+    assert not owner.scheduler.publisher.behind
+    owner.scheduler.dispatcher.queue.append(ticket(9))
+    owner.results(1)
+    assert owner.tickets(0) == [ticket(9)]  # it is one of them again
+
+
+@pytest.mark.parametrize("when", ["before it paused", "when it had", "when it had loaded"])
+def test_a_publish_goes_on_without_a_member_that_is_lost(when):
+    owner, *_ = running()
+    publisher = owner.scheduler.publisher
+    if when == "before it paused":
+        with ThreadPoolExecutor(1) as pool:
+            owner.workers.send = Pipes.send.__get__(owner.workers)  # nobody pauses of himself
+            pausing = pool.submit(owner.scheduler.pause, 1, MANIFEST, [3, 4, 5], np.zeros(2))
+            assert owner.workers.ends[0].poll(60)
+            owner.workers.lose(0)
+            owner.workers.say(1, "paused", 1)
+            assert pausing.result() == [1]
+        publisher.sent(0)
+    else:
+        owner.pause(1)
+        if when == "when it had loaded":
+            owner.loaded(0, 1)
+        owner.workers.lose(0)
+        assert not publisher.update.broken
+    owner.loaded(1, 1)
+    assert owner.buffer.version == 1 and publisher.update is None
+    assert publisher.versions == {1: 1}
+
+
+def test_all_that_were_receiving_with_a_lost_worker_are_replaced_and_the_publish_repeated():
+    owner, *_ = running()
+    publisher = owner.scheduler.publisher
+    owner.pause(1, sent=None)
+    publisher.receive()
+    owner.workers.lose(0)
+    for call in (publisher.alive, publisher.receive, publisher.wait_joined):
+        with pytest.raises(Broken):
+            call()
+    publisher.abandon()
+    assert owner.workers.lives == {0: 1, 1: 1}
+    assert len(owner.workers.faults) == 1  # the second is none of its own
+    assert publisher.versions == {} and owner.buffer.version == 0
+    for worker in range(2):
+        owner.workers.say(worker, "ready")
+    owner.publish(1)
+    assert owner.buffer.version == 1 and publisher.versions == {0: 1, 1: 1}
+    everything = [ticket(g, i) for g in range(4) for i in (0, 1)]
+    assert sorted(owner.tickets(0) + owner.tickets(1)) == everything
+
+
+def test_when_all_members_are_lost_nothing_is_committed_until_one_is_back():
+    owner, *_ = running(workers=2)
+    owner.pause(1)
+    for worker in range(2):
+        owner.workers.lose(worker)
+    assert owner.scheduler.publisher.update is None and owner.buffer.version == 0
+    owner.workers.say(0, "ready")
+    owner.pause(1)
+    owner.loaded(0, 1)
+    assert owner.buffer.version == 1 and ticket(0, 0) in owner.tickets(0)
+
+
+def test_a_prompt_that_killed_three_workers_is_dropped_and_another_takes_its_place(capsys):
+    owner = Owner(workers=1)
+    owner.publish(0, (0.0,))
+    for _ in range(3):
+        tickets = owner.tickets(0)
+        assert ticket(0, 0) in tickets
+        owner.results(0, [done(one) for one in tickets if one.group])
+        owner.workers.lose(0)
+        owner.workers.say(0, "ready")
+        owner.publish(0, (0.0,))
+    assert owner.buffer.dropped == {0: "killed"}
+    assert "dropped prompt 0: three rollout processes died with it in hand" in (
+        capsys.readouterr().err
+    )
+    assert owner.tickets(0) == [ticket(2, 0), ticket(2, 1)]
+
+
+def test_more_restarts_than_allowed_end_the_run():
+    owner, *_ = running()
+    for _ in range(5):
+        owner.workers.lose(0)
+    with pytest.raises(RolloutError, match="process 0 died; 5 were replaced within 10 minutes"):
+        owner.workers.lose(0)
+    owner.workers.faults = [when - 601 for when in owner.workers.faults]  # that was long ago
+    owner.workers.lose(0)
+
+
+# -- what is wrong with weights --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("score", [2e-3, -2e-3, math.nan])
@@ -381,7 +562,8 @@ def test_a_held_out_prompt_is_tried_again_then_left_out_and_too_many_end_the_run
     evals = [Ticket(-1, 0, prompt_id, 7, eval=True) for prompt_id in (2, 3, 4)]
     mended, first, second = evals
     with ThreadPoolExecutor(1) as pool:
-        evaluation = pool.submit(owner.scheduler.evaluate, evals, 60)
+        owner.scheduler.begin_evaluation(evals)
+        evaluation = pool.submit(owner.scheduler.evaluated, 60)
         assert owner.workers.ends[0].poll(60) and owner.tickets(0) == evals
         owner.results(0, failures=[(mended, FAILURE), (first, FAILURE)])
         assert sorted(owner.tickets(0)) == [mended, first]  # once more
@@ -390,8 +572,9 @@ def test_a_held_out_prompt_is_tried_again_then_left_out_and_too_many_end_the_run
         owner.results(0, [done(mended), done(second)])
         assert [sample.ticket for sample in evaluation.result()] == [mended, second]
     first, second = evals[1:]
+    owner.scheduler.begin_evaluation([first, second])
     with pytest.raises(RolloutError, match="waited 0 s for 2 evaluation samples"):
-        owner.scheduler.evaluate([first, second], timeout=0)
+        owner.scheduler.evaluated(timeout=0)
     failure = [(first, "x\nValueError: no")]
     owner.results(0, failures=2 * failure + [(second, "x\nValueError: no")])
     with pytest.raises(RolloutError, match="more than half; the last, prompt 4: ValueError: no"):
@@ -403,12 +586,13 @@ def test_evaluation_goes_ahead_of_training_tickets_and_past_admission():
     owner.publish(0, (0.0,))
     assert owner.tickets(0) == [ticket(0, 0), ticket(0, 1)]
     evals = [Ticket(-1, 0, i, 7, eval=True) for i in range(2)]
+    owner.scheduler.begin_evaluation(evals)
     with pytest.raises(RolloutError, match="waited 0 s for 2 evaluation samples"):
-        owner.scheduler.evaluate(evals, timeout=0)
+        owner.scheduler.evaluated(timeout=0)
     owner.results(0, [done(ticket(0, 0)), done(ticket(0, 1))])
     assert owner.tickets(0) == evals
     owner.results(0, [done(evals[1]), done(evals[0])])
-    assert [s.ticket for s in owner.scheduler.evaluate([], 1)] == []
+    assert [s.ticket for s in owner.scheduler.evaluated(1)] == evals
     assert owner.buffer.next_index == 2
 
 

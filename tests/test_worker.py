@@ -14,9 +14,9 @@ import torch.multiprocessing as mp
 from buffer import Ticket
 from envs import Limits
 from experiments.naive import LockstepWorker
-from plumbing.settings import Settings
+from plumbing.settings import Settings, WorkerSpec
 from plumbing.tiny import byte_tokenizer
-from rollout import Worker, WorkerSpec
+from rollout import Worker
 
 ENVS = '''
 import asyncio

@@ -18,9 +18,8 @@ from transformers import AutoModelForCausalLM
 from envs import Limits, Turn
 from plumbing import engine as module
 from plumbing.engine import Engine
-from plumbing.settings import Settings
+from plumbing.settings import Settings, WorkerSpec
 from plumbing.weights import Manifest, Wire, checksum, open_store
-from rollout import WorkerSpec
 
 BUCKET = 2**18  # several buckets, also for the tiny model
 

@@ -1,6 +1,5 @@
 """The rollout processes: what they start with, whose words count, and what ends a run."""
 
-import math
 import os
 import select
 import signal
@@ -13,6 +12,7 @@ import torch.multiprocessing as mp
 from fakes import Pipes
 
 from plumbing.processes import Processes, RolloutError, child_environment, die_with_parent
+from plumbing.settings import Settings
 
 TORCHRUN = """RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK
 ROLE_NAME ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID TORCHELASTIC_RESTART_COUNT
@@ -68,18 +68,33 @@ def test_a_worker_dies_with_its_parent_even_if_that_is_killed():
 # -- what is said, and by whom ---------------------------------------------------------------------
 
 
-def listening(workers=2, patience=45.0):
+class Owner:
+    """What a scheduler is to the processes."""
+
+    def __init__(self):
+        self.heard = []
+
+    def hear(self, *said):
+        self.heard.append(said)
+
+    def holds(self, worker):
+        return "3 tickets"
+
+
+def listening(workers=2, **settings):
     """Ready workers, and what was heard of them."""
-    processes, heard = Pipes(workers), []
-    processes.listen(lambda *said: heard.append(said), lambda worker: "3 tickets", patience)
+    processes, owner = Pipes(workers), Owner()
+    heard = owner.heard
+    processes.listen(owner, Settings(max_restarts=0, start_timeout=200, **settings))
     for worker in range(workers):
         processes.say(worker, "ready")
     return processes, heard
 
 
 def test_what_was_said_before_a_worker_is_ready_is_of_an_earlier_run():
-    processes, heard = Pipes(2), []
-    processes.listen(lambda *said: heard.append(said), str, 45.0)
+    processes, owner = Pipes(2), Owner()
+    heard = owner.heard
+    processes.listen(owner, Settings())
     processes.say(0, "results", 1)
     assert heard == []
     for word in ("ready", "results"):
@@ -91,7 +106,7 @@ def test_what_was_said_before_a_worker_is_ready_is_of_an_earlier_run():
     processes.say(1, "ready")
     processes.await_word("ready", timeout=0)
     heard.clear()
-    processes.listen(lambda *said: heard.append(said), str, 45.0)  # the next run
+    processes.listen(owner, Settings())  # the next run
     processes.say(1, "results", 4)
     processes.say(1, "begun")
     processes.say(1, "results", 5)
@@ -101,7 +116,7 @@ def test_what_was_said_before_a_worker_is_ready_is_of_an_earlier_run():
 def test_a_silent_worker_ends_the_run_and_is_named():
     processes, _ = listening()
     processes.check_alive()
-    processes.heard[1] -= processes.patience + 1
+    processes.heard[1] -= 46
     silent = "rollout process 1 has not answered for .* s .*it holds 3 tickets; --worker_timeout 45"
     with pytest.raises(RolloutError, match=silent):
         processes.check_alive()
@@ -111,16 +126,10 @@ def test_a_silent_worker_ends_the_run_and_is_named():
 
 def test_a_worker_with_slack_may_be_silent_for_longer():
     processes, _ = listening()
-    processes.slack[1] = math.inf
-    processes.heard[1] -= processes.patience + 1
-    processes.check_alive()
     processes.slack[1] = 4.0
-    processes.check_alive()  # its time begins again
-    processes.heard[1] -= 2 * processes.patience
+    processes.heard[1] -= 2 * 45
     processes.check_alive()
     processes.slack.clear()
-    processes.heard[1] = time.monotonic()
-    processes.heard[1] -= processes.patience + 1
     with pytest.raises(RolloutError, match="rollout process 1 has not answered"):
         processes.check_alive()
 
@@ -158,13 +167,13 @@ def echo(pipe, spec):
 
 def test_processes_start_and_answer_and_none_is_left_when_one_was_killed(monkeypatch):
     monkeypatch.setenv("RANK", "0")
-    processes, heard = Processes(), []
+    processes, owner = Processes(), Owner()
+    heard = owner.heard
     end, lifeline = mp.Pipe(duplex=False)
     try:
         specs = [("first", lifeline), ("second", lifeline)]
         processes.start(echo, specs, [None, None], threads=1)
-        lifeline.close()
-        processes.listen(lambda *said: heard.append(said), str, patience=300)
+        processes.listen(owner, Settings(max_restarts=1))
         processes.await_word("ready", timeout=200)
         first, second = sorted(heard)
         assert first == (0, "ready", "first", None, "1")
@@ -173,14 +182,24 @@ def test_processes_start_and_answer_and_none_is_left_when_one_was_killed(monkeyp
         processes.send(1, "hello", 5)
         processes.wait(lambda: heard, lambda: "an echo", timeout=200)
         assert heard == [(1, "echo", "hello", 5)]
-        processes.check()
-        os.kill(processes.processes[1].pid, signal.SIGKILL)
-        with pytest.raises(RolloutError, match=r"process 1 died \(killed by SIGKILL\)"):
-            processes.check(within=200)
+        heard.clear()
+        os.kill(processes.processes[1].pid, signal.SIGKILL)  # another takes its place
+        processes.wait(lambda: len(heard) == 2, lambda: "a new one", timeout=200)
+        (_, lost, why), ready = heard
+        assert lost == "lost" and "process 1 died (killed by SIGKILL)" in str(why)
+        assert ready == (1, "ready", "second", None, "1") and processes.lives == {1: 1}
+        processes.send(1, "hello again")
+        processes.wait(lambda: len(heard) == 3, lambda: "an echo", timeout=200)
+        assert heard[-1] == (1, "echo", "hello again")
+        os.kill(processes.processes[1].pid, signal.SIGKILL)  # that was once too often
+        often = r"process 1 died \(killed by SIGKILL\); 1 were replaced within 10 minutes"
+        with pytest.raises(RolloutError, match=often):
+            processes.check(200, lambda: False)
         with pytest.raises(RolloutError, match="process 1 died"):
             processes.wait(lambda: True, str, timeout=0)  # whoever waits is told, too
     finally:
         processes.close()
+    lifeline.close()
     assert [process.exitcode for process in processes.processes] == [-9, -9]
     assert end.poll(60)
     with pytest.raises(EOFError):  # their children are gone, too

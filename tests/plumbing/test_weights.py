@@ -20,8 +20,8 @@ from torch import nn
 from plumbing import weights as module
 from plumbing.processes import RolloutError
 from plumbing.weights import (
-    Arrivals,
     Manifest,
+    Proof,
     Sender,
     Wire,
     checksum,
@@ -97,7 +97,7 @@ def test_weights_reach_a_receiver_over_gloo_also_under_torchrun(monkeypatch):
         assert [len(bucket) for bucket in sender.manifest.buckets()] == [1, 3]
         mine.send((asdict(wire_to(store)), asdict(sender.manifest)))
         sender.group = wire_to(store).join(0, store)
-        sender.send(alive=lambda **_: None)
+        assert sender.broadcast(alive=lambda **_: None)
         for bucket in sender.manifest.buckets():
             assert mine.poll(60)
             for i, (name, received) in zip(bucket, mine.recv(), strict=True):
@@ -131,34 +131,34 @@ SUMS = {0: [(5, 5)], 1: [(5, 5), (5, 5)]}  # worker 1 has two tensor-parallel ra
 
 
 def test_what_arrived_is_what_was_sent():
-    arrivals = Arrivals()
-    arrivals.check(0, 5, SUMS)
-    arrivals.check(1, 5, SUMS)
+    arrivals = Proof("float32")
+    arrivals.check_sums(0, 5, SUMS)
+    arrivals.check_sums(1, 5, SUMS)
 
 
 @pytest.mark.parametrize("version", [0, 1])
 def test_weights_that_did_not_arrive_end_the_run_at_that_publish(version):
-    arrivals = Arrivals()
+    arrivals = Proof("float32")
     for earlier in range(version):
-        arrivals.check(earlier, 5, SUMS)
+        arrivals.check_sums(earlier, 5, SUMS)
     for lost in ([(4, 5), (5, 5)], [(5, 5), (4, 5)], [(4, None), (5, None)]):
         what = f"not all weights of version {version} arrived at rollout process 1"
         with pytest.raises(RolloutError, match=what):
-            arrivals.check(version, 5, SUMS | {1: lost})
+            arrivals.check_sums(version, 5, SUMS | {1: lost})
 
 
 def test_weights_that_arrived_and_were_not_loaded_end_the_run():
-    arrivals = Arrivals()
-    arrivals.check(0, 5, SUMS)
+    arrivals = Proof("float32")
+    arrivals.check_sums(0, 5, SUMS)
     with pytest.raises(RolloutError, match="version 1 were loaded at rollout process 0"):
-        arrivals.check(1, 5, SUMS | {0: [(5, 4)]})
+        arrivals.check_sums(1, 5, SUMS | {0: [(5, 4)]})
 
 
 @pytest.mark.parametrize("own", [None, 7])
 def test_weights_of_the_engine_that_cannot_be_compared_are_not(own):
-    arrivals = Arrivals()
+    arrivals = Proof("float32")
     for version, sent in enumerate([5, 6]):
-        arrivals.check(version, sent, {0: [(sent, own)]})
+        arrivals.check_sums(version, sent, {0: [(sent, own)]})
 
 
 def test_each_store_has_a_port_of_its_own_that_is_open_at_once():
@@ -217,7 +217,7 @@ def test_a_receiver_that_is_lost_in_a_broadcast_is_named_by_its_owner():
     sender = new_sender()
     sender.group = SimpleNamespace(broadcast=lambda flat, root: Work())
     with pytest.raises(RolloutError, match="process 1 died"):
-        sender.send(alive)
+        sender.broadcast(alive)
     assert asked[:3] == [0.0] * 3 and asked[3] > 0  # it was asked all along; the end is waited for
 
 

@@ -1,6 +1,8 @@
-"""What goes wrong ends the run soon, says why in one line, and leaves no process behind."""
+"""A worker that dies or hangs is replaced. What else goes wrong ends the run soon, says why in one
+line, and leaves no process behind."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -10,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import same
 
 pytestmark = pytest.mark.timeout(400)  # most of it the start of vLLM, on a busy machine
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -28,9 +31,10 @@ class Cli:
 
     def __init__(self, tmp: Path, *flags: str, script: str = "train.py"):
         self.out, self.run_dir = tmp / "out.txt", tmp / "run"
-        command = [sys.executable, script, *flags, "--eval_every", "0", "--steps", "5000"]
+        tmp.mkdir()
+        command = [sys.executable, script, "--eval_every", "0", "--steps", "5000"]
         command += ["--batch_size", "2", "--group_size", "2", "--max_model_len", "128"]
-        command += ["--learning_rate", "3e-4", "--run_dir", str(self.run_dir)]
+        command += ["--learning_rate", "3e-4", "--run_dir", str(self.run_dir), *flags]
         self.process = subprocess.Popen(
             command, cwd=ROOT, stdout=self.out.open("w"), stderr=subprocess.STDOUT,
             start_new_session=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -89,7 +93,8 @@ def start(tmp_path, tiny, tasks):
     started = []
 
     def starting(task: str, *flags: str, **kwargs) -> Cli:
-        run = Cli(tmp_path, "--model", tiny, "--env", f"{tasks}:{task}", *flags, **kwargs)
+        flags = "--model", tiny, "--env", f"{tasks}:{task}", *flags
+        run = Cli(tmp_path / str(len(started)), *flags, **kwargs)
         started.append(run)
         return run
 
@@ -101,22 +106,115 @@ def start(tmp_path, tiny, tasks):
         run.process.wait()
 
 
+def steps_of(run: Cli) -> list[dict]:
+    rows = map(json.loads, (run.run_dir / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if "step" in row]
+
+
+# -- workers that are replaced ---------------------------------------------------------------------
+
+
+def went_on(run: Cli, steps: int, restarts: int) -> list[dict]:
+    """The rows of a run that ended well although its workers did not, with all prompts in it once:
+    trained on, or dropped with a reason."""
+    assert run.ends(300) == 0, run.text()
+    rows = steps_of(run)
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert sum(row["restarts"] for row in rows) == restarts
+    assert run.text().count("a new one starts") == run.text().count("is back after") == restarts
+    assert all(row["staleness_max"] <= 1 and row["mismatch_max"] < 1e-3 for row in rows)
+    trained = [prompt for row in rows for prompt in row["prompt_ids"]]
+    dropped = [prompt for row in rows for _, prompt in row["dropped_prompts"]]
+    assert len(trained) == 2 * steps and len({*trained, *dropped}) == len(trained) + len(dropped)
+    return rows
+
+
+def test_a_killed_worker_is_replaced_and_nothing_is_lost(start):
+    run = start("DiesOnce", "--steps", "30")
+    rows = went_on(run, steps=30, restarts=1)
+    assert "rollout process 0 died (killed by SIGKILL): a new one starts" in run.text()
+    assert not any(row["dropped_prompts"] for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [["sync"], ["async", "--alpha", "0"]])
+def test_with_a_fault_in_it_a_run_without_staleness_stays_equal_bit_for_bit(start, mode):
+    flags = ["--steps", "12", "--mode", *mode]
+    runs = [start(task, *flags) for task in ("Odd", "DiesOnce")]
+    for run in runs:
+        assert run.ends(300) == 0, run.text()
+    plain, faulty = (list(map(same, steps_of(run))) for run in runs)
+    assert sum(row.pop("restarts") for row in plain) == 0
+    assert sum(row.pop("restarts") for row in faulty) == 1
+    assert plain == faulty
+    models = [run.run_dir / "checkpoint-12" / "model.safetensors" for run in runs]
+    assert models[0].read_bytes() == models[1].read_bytes()
+
+
+@pytest.mark.slow
+def test_a_worker_that_no_longer_answers_is_replaced(start):
+    run = start("Odd", "--worker_timeout", "8", "--rollout_workers", "2", "--steps", "400")
+    run.wait_for_step()
+    os.kill(run.worker(), signal.SIGSTOP)
+    went_on(run, steps=400, restarts=1)
+    assert "has not answered for" in run.text() and "--worker_timeout 8" in run.text()
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_while_it_receives_weights_is_replaced(start):
+    """The new process dies at its third update, too: at versions 2 and 4."""
+    run = start("DiesInUpdate", "--steps", "5")
+    went_on(run, steps=5, restarts=2)
+
+
+@pytest.mark.slow
+def test_workers_that_were_receiving_with_one_that_died_are_replaced_as_well(start):
+    run = start("DiesInUpdate", "--rollout_workers", "2", "--steps", "5")
+    assert run.ends(300) == 0, run.text()
+    rows = steps_of(run)
+    assert len(rows) == 5 and all(row["mismatch_max"] < 1e-3 for row in rows)
+    assert sum(row["restarts"] for row in rows) >= 2  # one may not be back before the end
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_at_its_start_is_replaced(start):
+    run = start("DiesAtStart", "--rollout_workers", "2", "--steps", "5")
+    assert run.ends(300) == 0, run.text()
+    assert len(steps_of(run)) == 5 and run.text().count("a new one starts") == 1
+
+
+@pytest.mark.slow
+def test_one_prompt_that_kills_workers_is_dropped_and_the_run_goes_on(start):
+    run = start("Poison", "--steps", "8")
+    rows = went_on(run, steps=8, restarts=3)
+    poison = sum((row["dropped_prompts"] for row in rows), [])
+    assert [reason for reason, _ in poison] == ["killed"]
+    assert rows[-1]["dropped_killed"] == 1
+    assert "three rollout processes died with it in hand" in run.text()
+
+
+# -- what ends a run -------------------------------------------------------------------------------
+
+AS_BEFORE = ["--max_restarts", "0"]
+
+
 def silent(run: Cli) -> int:
     """Seconds without a word from worker 0 that a run with --worker_timeout 8 ended after."""
     said = r"rollout process 0 has not answered for (\d+) s \(it holds .*; --worker_timeout 8\)"
     return int(re.search(said, run.last_line())[1])
 
 
-def test_a_killed_worker_ends_the_run(start):
-    run = start("Odd")
+def test_without_restarts_a_killed_worker_ends_the_run(start):
+    run = start("Odd", *AS_BEFORE)
     run.wait_for_step()
     os.kill(run.worker(), signal.SIGKILL)
     assert run.ends() == 1
     assert run.last_line() == "train.py: rollout process 0 died (killed by SIGKILL)"
 
 
-def test_a_worker_that_never_answers_ends_the_run(start):
-    run = start("Odd", "--worker_timeout", "8")
+@pytest.mark.slow
+def test_without_restarts_a_worker_that_never_answers_ends_the_run(start):
+    run = start("Odd", *AS_BEFORE, "--worker_timeout", "8")
     run.wait_for_step()
     os.kill(run.worker(), signal.SIGSTOP)
     assert run.ends() == 1
@@ -174,15 +272,17 @@ def test_a_killed_trainer_takes_its_workers_along(start):
     assert len(started) > 1 and run.ends(started=started) == -signal.SIGKILL
 
 
-def test_a_worker_that_dies_while_it_receives_weights_ends_the_run(start):
-    run = start("DiesInUpdate")
+@pytest.mark.slow
+def test_workers_that_die_again_and_again_end_the_run(start):
+    run = start("DiesInUpdate", "--max_restarts", "1")
     assert run.ends(240) == 1
-    assert run.last_line() == "train.py: rollout process 0 died (killed by SIGKILL)"
+    often = "rollout process 0 died (killed by SIGKILL); 1 were replaced within 10 minutes"
+    assert run.last_line() == f"train.py: {often}, --max_restarts"
 
 
 @pytest.mark.slow
 def test_a_worker_that_hangs_while_it_receives_weights_ends_the_run(start):
-    run = start("HangsInUpdate", "--worker_timeout", "8")
+    run = start("HangsInUpdate", *AS_BEFORE, "--worker_timeout", "8")
     assert run.ends(240) == 1
     assert silent(run) >= 8
 
@@ -193,16 +293,16 @@ import train
 from plumbing.weights import Sender
 
 send = Sender.send
-def corrupted(self, alive):
+def corrupted(self, *publish):
     """The publish of version 2 sends one bias that is not the trainer's."""
     self.sends = getattr(self, "sends", -1) + 1
     if self.sends == 2:
         bias = self.parameters[self.manifest.names.index("model.layers.1.self_attn.v_proj.bias")]
         bias.data += 0.1
-        send(self, alive)
+        done = send(self, *publish)
         bias.data -= 0.1
-    else:
-        send(self, alive)
+        return done
+    return send(self, *publish)
 Sender.send = corrupted
 if __name__ == "__main__":
     sys.exit(train.main())
