@@ -37,7 +37,7 @@ def test_files_that_the_readme_names_are_there():
 
 
 def test_what_a_publish_takes_and_its_share_go_with_the_step_beside_them():
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs" / "results.md").read_text()
     found = re.search(r"trainer ([\d.]+) s, ([\d.]+) % of the median step of ([\d.]+) s", text)
     seconds, share, step = map(float, found.groups())
     assert share == pytest.approx(100 * seconds / step, rel=0.03)
