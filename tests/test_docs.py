@@ -1,4 +1,4 @@
-"""The documents say what the code is: what they name exists, and where they link there is a page."""
+"""The documents say what the code is: what they name exists, and every link leads somewhere."""
 
 import ast
 import importlib.util
