@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import random
 import re
 from functools import cache
 from pathlib import Path
@@ -9,6 +10,9 @@ from pathlib import Path
 import pytest
 
 import algos
+from envs import Row
+from plumbing.settings import Settings
+from tasks.find import make_task
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "algorithms.md").read_text()
@@ -99,6 +103,30 @@ def test_every_command_on_a_page_exists(page):
     scripts = set(re.findall(r"python ((?:docs|experiments)/\w+\.py)", text))
     files = scripts | {name.replace(".", "/") + ".py" for name in modules}
     assert not [file for file in files if not (ROOT / file).exists()]
+
+
+def from_page(kind: str, tmp_path):
+    """The task or environment of that name in docs/tasks.md, as `--env FILE.py:KIND` finds it."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/tasks.md").read_text(), re.M | re.S)
+    (code,) = [block for block in blocks if f"class {kind}(" in block]
+    (tmp_path / "mine.py").write_text(code)
+    return make_task(Settings(env=f"{tmp_path / 'mine.py'}:{kind}"))
+
+
+def test_the_task_of_the_page_scores_its_own_answers(tmp_path):
+    task = from_page("Reverse", tmp_path)
+    assert len(task.train) > 1000 and not set(task.train) & set(task.test)
+    assert {task.reward(row, row.prompt[::-1]) for row in task.test} == {1.0}
+    prompt, answer = task.warmup(random.Random(0))[0]
+    assert task.reward(Row(prompt, answer), answer) == 1.0 != task.reward(Row(prompt, answer), "")
+
+
+def test_the_environment_of_the_page_is_solved_by_its_own_warmup(tmp_path):
+    env = from_page("Echo", tmp_path).make_env()
+    said, _ = env.reset(7)
+    steps = [env.step(said.removeprefix("say ")) for _ in range(3)]
+    assert sum(step[1] for step in steps) == pytest.approx(1) and steps[-1][2]
+    assert not any(step[2] for step in steps[:2])
 
 
 # -- where a page links there is something ---------------------------------------------------------
