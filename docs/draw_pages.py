@@ -1,6 +1,6 @@
 """Draws the figures of the pages beside it, on the program's own simulator or from a finished run.
 
-    python docs/draw_pages.py why staleness agentic          seconds; half a minute; four minutes
+    python docs/draw_pages.py why nodes staleness agentic    seconds; half a minute; four minutes
     python docs/draw_pages.py life weights --run RUN_DIR     from a run's trace.json, tokens.jsonl
 
 What a figure shows is printed too, so that a page can be held against it.
@@ -23,6 +23,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from experiments import sim  # noqa: E402
 from experiments.simulator import LANES, Load, Rates, Setting, simulate  # noqa: E402
+from plumbing.devices import default_workers, plan  # noqa: E402
 from report import theory  # noqa: E402
 from report.figures import color_of, finish  # noqa: E402
 from report.story import choose, trained_at, versions_of_turn  # noqa: E402
@@ -139,6 +140,40 @@ def agentic() -> None:
     print(finish(figure, (left, right), HERE / "agentic.png"))
 
 
+# -- scaling.md: who sits on which GPU ------------------------------------------------------------
+
+
+def nodes() -> None:
+    """A row for each start of the page's table; a node of eight GPUs is a row of eight squares."""
+    starts = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (8, 1, 1), (8, 4, 1), (8, 6, 2)]
+    figure, axis = plt.subplots(figsize=(10, 3.2))
+    for row, (gpus, ranks, count) in enumerate(starts):
+        found = plan(gpus, ranks, default_workers(gpus, ranks, 1), 1)
+        for node in range(count):
+            for gpu in range(gpus):
+                trainer = f"T{found.trainers.index(gpu)}" if gpu in found.trainers else ""
+                mine = [f"W{w}" for w, places in enumerate(found.workers) if gpu in places]
+                color = "#6fb36f" if trainer else "#4c78a8"
+                at = gpu + 8.6 * node
+                axis.barh(row, 0.92, left=at, height=0.8, color=color)
+                said = " + ".join(filter(None, [trainer, *mine]))
+                axis.text(at + 0.46, row, said, ha="center", va="center", fontsize=8, color="white")
+        print(f"{count} x {gpus} GPUs, {ranks} ranks: {found}")
+    named = [
+        f"{n} nodes of {g}, {r} ranks" if n > 1 else f"GPUs: {g}, trainer ranks: {r}"
+        for g, r, n in starts
+    ]
+    axis.set_yticks(range(len(starts)), named, fontsize=8)
+    axis.set_xticks([])
+    axis.invert_yaxis()
+    axis.set_title("T: a trainer rank, W: a worker", fontsize=9, loc="left")
+    axis.set_xlim(0, 16.6)
+    axis.spines[["top", "right", "bottom", "left"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(HERE / "nodes.png", dpi=110)
+    print(HERE / "nodes.png")
+
+
 # -- life_of_a_sample.md, weights_in_flight.md: from a run ----------------------------------------
 
 
@@ -207,7 +242,7 @@ def main() -> None:
             OF_RUNS[name](args.run)
 
 
-ALONE = {"why": why, "staleness": staleness, "agentic": agentic}
+ALONE = {"why": why, "staleness": staleness, "agentic": agentic, "nodes": nodes}
 OF_RUNS = {"life": lambda runs: life(runs[0]), "weights": weights}
 
 if __name__ == "__main__":
