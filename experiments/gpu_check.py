@@ -125,7 +125,7 @@ def alone(step: str, folder: str) -> int:
 
 
 def table(lines: list) -> str:
-    """Markdown, to be pasted into the README."""
+    """Markdown, to be pasted into docs/results.md."""
     where = f"{usable_gpus()} x {torch.cuda.get_device_name(0)}" if DEVICE == "cuda" \
         else f"no GPU ({os.cpu_count()} CPU cores, gloo, small shapes)"  # fmt: skip
     head = f"| {where}, torch {torch.__version__}, Python {platform.python_version()} | |"

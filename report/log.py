@@ -1,6 +1,6 @@
 """What a run writes and shows: metrics, samples, a progress bar and a summary.
 
-The files of a run (see README): config.json, metrics.jsonl, samples.jsonl, tokens.jsonl,
+The files of a run (see docs/flags.md): config.json, metrics.jsonl, samples.jsonl, tokens.jsonl,
 trace.json, reward.png.
 """
 

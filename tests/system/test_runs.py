@@ -1,4 +1,4 @@
-"""Whole runs, as the README shows them: slow, and they have to learn."""
+"""Whole runs, as docs/first_run.md shows them: slow, and they have to learn."""
 
 import json
 import os
