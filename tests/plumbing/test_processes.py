@@ -185,7 +185,7 @@ def test_processes_start_and_answer_and_none_is_left_when_one_was_killed(monkeyp
         heard.clear()
         os.kill(processes.processes[1].pid, signal.SIGKILL)  # another takes its place
         processes.wait(lambda: len(heard) == 2, lambda: "a new one", timeout=200)
-        (_, lost, why), ready = heard
+        (_, lost, why, _), ready = heard
         assert lost == "lost" and "process 1 died (killed by SIGKILL)" in str(why)
         assert ready == (1, "ready", "second", None, "1") and processes.lives == {1: 1}
         processes.send(1, "hello again")
