@@ -529,6 +529,8 @@ def main(argv: list[str] | None = None) -> int:
     except NonFiniteError as error:
         batch = error.samples or run.batch
         code, message = 1, f"{error}; the batch is in {run.log and run.log.dump(batch)}"
+    except checkpoint.SaveError as error:
+        code, message = 1, str(error)
     except KeyboardInterrupt:
         code, message = 130, "interrupted"
     except SystemExit as end:

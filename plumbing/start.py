@@ -79,7 +79,7 @@ def prepare(settings: Settings) -> Start:
             f"({ranks.nodes})"
         )
     batch = settings.batch_size, settings.group_size
-    state, resumed_from = checkpoint.load(settings.resume, ranks.nodes, batch)
+    state, resumed_from, damaged = checkpoint.load(settings.resume, ranks.nodes, batch)
     base = checkpoint.kept_base(resumed_from)
     if settings.model.startswith("tiny"):
         # Its tokenizer is known before it is made: say early what does not fit.
@@ -103,7 +103,7 @@ def prepare(settings: Settings) -> Start:
     notes = [*ranks.plan.notes(), *task.notes, *notes_on_prompts(task, tokenizer), *notes]
     return Start(
         settings, ranks, task, tokenizer, base, dtype, state, resumed_from, worker_threads,
-        stops, probe, rows, held_out, notes,
+        stops, probe, rows, held_out, [*damaged, *notes],
     )  # fmt: skip
 
 

@@ -578,7 +578,7 @@ def test_a_restored_trainer_goes_on_as_if_never_stopped(ranks, model, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-2"]  # no temporary one beside it
 
     again = make_trainer(ranks, str(path), reference=model, lr_warmup=3)
-    state = torch.load(path / checkpoint.STATE_FILE, weights_only=False)
+    state = torch.load(path / checkpoint.STATE_FILE, weights_only=True)
     assert state["version"] == 2
     checkpoint.restore(again, state)
     for version, batch in enumerate(batches[2:], 2):
@@ -600,7 +600,7 @@ def take_steps(ranks, path, case, batches, stop=None):
             checkpoint.save(stop, trainer, byte_tokenizer(), {})
             ranks.barrier()
             trainer = make_trainer(ranks, str(stop), path, **chosen)
-            state = torch.load(stop / checkpoint.STATE_FILE, weights_only=False)
+            state = torch.load(stop / checkpoint.STATE_FILE, weights_only=True)
             checkpoint.restore(trainer, state)
         share = len(samples) // ranks.nodes
         metrics.append(trainer.step(samples[ranks.node * share :][:share], VERSION))
