@@ -162,8 +162,9 @@ def test_a_worker_that_no_longer_answers_is_replaced(start):
 
 @pytest.mark.slow
 def test_a_worker_that_dies_while_it_receives_weights_is_replaced(start):
-    """The new process dies at its third update, too: at versions 2 and 4."""
-    run = start("DiesInUpdate", "--steps", "5")
+    """The new process dies at its third update, too: at versions 2 and 4. Without staleness no step
+    can end before it is back."""
+    run = start("DiesInUpdate", "--alpha", "0", "--steps", "5")
     went_on(run, steps=5, restarts=2)
 
 
