@@ -65,7 +65,7 @@ case ${1-} in
     script=train.py; cmd=(train.py "$@")
     # NPROC and TORCHRUN_ARGS: several trainer processes or machines. TORCHRUN_ARGS is split at blanks on purpose.
     [[ -z ${NPROC-}${TORCHRUN_ARGS-} ]] ||
-      cmd=(-m torch.distributed.run --nproc_per_node "${NPROC:-1}" ${TORCHRUN_ARGS-} "${cmd[@]}") ;;
+      cmd=(-m plumbing.torchrun --nproc_per_node "${NPROC:-1}" ${TORCHRUN_ARGS-} "${cmd[@]}") ;;
   *) die 2 "no command '$1'; there are: check, compare, demo, gpu-check, machines, mechanisms, parity, plot, sim, story, test, train, or flags of train.py (see --help)" ;;
 esac
 [[ -z ${script-} || -f $script ]] || die 2 "$script is missing from $PWD, so '${1-train}' cannot run"

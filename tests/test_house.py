@@ -9,7 +9,7 @@ IDEAS = {"train.py", "rollout.py", "buffer.py", "envs.py", "algos.py"}
 FOLDERS = {"plumbing", "tasks", "report", "experiments", "docs", "tests", "requirements", ".ci"}
 LEAVES = [
     *("flags", "packages", "spans", "nodes", "devices", "ranks", "weights", "processes"),
-    *("calls", "chat"),
+    *("calls", "chat", "files", "interrupts", "torchrun"),
 ]
 FLOORS = [  # from the top down: a file may import what lies on its own floor, or below
     ["experiments/"],

@@ -198,7 +198,7 @@ def test_several_processes_go_through_torchrun(checkout):
     checkout.program("show", "#!/bin/bash\nprintf '<%s>' \"$@\"\n")
     p = checkout.run("--a", "1 2", NPROC="2", TORCHRUN_ARGS="--nnodes 2", REAL_PYTHON="show")
     assert p.stdout_text == (
-        "<-m><torch.distributed.run><--nproc_per_node><2><--nnodes><2><train.py><--a><1 2>"
+        "<-m><plumbing.torchrun><--nproc_per_node><2><--nnodes><2><train.py><--a><1 2>"
     )
 
 
@@ -220,7 +220,7 @@ def test_what_is_wrong_is_said_once_before_several_ranks_start(checkout, flags, 
     p = checkout.run(*flags.split(), NPROC="2", TORCHRUN_ARGS=torchrun, GLOO_SOCKET_IFNAME="lo")
     assert p.returncode == 2 and p.stdout_text == ""
     assert complaint(p).startswith(f"train.py: {words}")
-    assert "torch.distributed.run" not in checkout.calls_file.read_text()
+    assert "plumbing.torchrun" not in checkout.calls_file.read_text()
 
 
 # ---- what is installed

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 def launch(run_dir: Path, *flags: str, ranks: int = 1) -> list[dict]:
     """Run train.py, through torchrun with several ranks; returns the rows of metrics.jsonl."""
-    program = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    program = ["-m", "plumbing.torchrun", "--nproc_per_node", str(ranks)] if ranks > 1 else []
     command = [sys.executable, *program, "train.py", "--run_dir", str(run_dir), *flags]
     subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"TQDM_DISABLE": "1"})
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -67,7 +67,7 @@ class Nodes:
         here = {key: v for key, v in os.environ.items() if "SOCKET_IFNAME" not in key}
         for number, name in enumerate(self.names):
             out = self.tmp / f"node{number}-{time.monotonic_ns()}.txt"
-            command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
+            command = ["ip", "netns", "exec", name, sys.executable, "-m", "plumbing.torchrun"]
             command += ["--nnodes", "2", "--node_rank", str(number), "--nproc_per_node", str(ranks)]
             command += ["--master_addr", "10.14.0.1", "--master_port", "29514"]
             self.processes.append(
@@ -139,7 +139,7 @@ def flags(tiny: str, tasks: Path, run_dir: Path, steps: int, *more: str) -> list
 
 def test_two_nodes_train_as_one_node_with_as_many_workers(nodes, tmp_path, tiny, tasks):
     one = tmp_path / "one"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "train.py"]
+    command = [sys.executable, "-m", "plumbing.torchrun", "--nproc_per_node", "2", "train.py"]
     command += flags(tiny, tasks, one, 5, "--mode", "sync", "--rollout_workers", "2")
     subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"TQDM_DISABLE": "1"})
     two = tmp_path / "two"
