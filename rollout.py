@@ -43,7 +43,14 @@ from tqdm import tqdm
 from buffer import Sample, SampleBuffer, Ticket
 from envs import Episode, Unwanted, run_episode
 from plumbing.calls import EnvCalls
-from plumbing.processes import Processes, RolloutError, cause, die_with_parent, say
+from plumbing.processes import (
+    Processes,
+    RolloutError,
+    cause,
+    die_with_parent,
+    say,
+    show_stacks,
+)
 from plumbing.publish import Publisher, Update
 from plumbing.settings import Settings, WorkerSpec
 from plumbing.spans import MAIN, STEP_LIMIT, Span, spans
@@ -148,6 +155,7 @@ class Scheduler:
         self._spans: list[deque[Span]] = [deque(maxlen=STEP_LIMIT) for _ in self.dispatcher.held]
         self._evaluating: dict[Ticket, Sample | None] = {}
         self._eval_failures: Counter[Ticket] = Counter()
+        self.progress = buffer.progress()  # where a run would go on that is resumed after this row
 
     def feed(self) -> None:
         """Admit what the buffer allows, and hand tickets to workers with room. Under the lock."""
@@ -338,6 +346,7 @@ class Scheduler:
             new, self.buffer.newly_dropped = self.buffer.newly_dropped, []
             dropped = Counter(self.buffer.dropped_for)
             reasons = [self.buffer.dropped[index] for index in new]
+            self.progress = self.buffer.progress()  # exactly what rows have told of by now
         counts.update({f"lost_{what}": value for what, value in lost.items()})
         prompts = [self.make_ticket(index, 0).prompt_id for index in new]
         named = {"dropped_prompts": prompts, "dropped_groups": new}
@@ -356,11 +365,6 @@ class Scheduler:
             for recorded in self._spans:
                 recorded.clear()
         return taken
-
-    def progress(self) -> dict:
-        """Where a resumed run begins (`SampleBuffer.progress`)."""
-        with self.workers.changed:
-            return self.buffer.progress()
 
 
 # -- in a rollout process: an event loop that steps the engine, one coroutine an episode ---------
@@ -573,6 +577,8 @@ def worker_main(conn: Connection, spec: WorkerSpec, kind: type[Worker] = Worker)
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # it misses triton on a CPU
     os.setpgid(0, 0)  # a group of its own, to be killed as one; Ctrl-C is for the trainer alone
     die_with_parent(mp.parent_process().pid)
+    if spec.stacks:
+        show_stacks(spec.stacks)
     tqdm.set_lock(threading.RLock())  # its default, shared between processes, outlives a kill
     try:
         worker = kind(conn, spec)

@@ -18,12 +18,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import math
-import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -34,10 +32,13 @@ import algos
 from buffer import Sample, SampleBuffer, Ticket, derive_seed
 from envs import Limits, prompt_order
 from plumbing import checkpoint, replay
+from plumbing.files import WriteError
+from plumbing.interrupts import interrupts
 from plumbing.packing import Piece, cut
 from plumbing.policy import load_policy
-from plumbing.processes import Processes, RolloutError, kill_children_and_exit
-from plumbing.ranks import Ranks, cores, whole
+from plumbing.processes import Processes, RolloutError, ends_within
+from plumbing.ranks import Ranks, whole
+from plumbing.replay import NonFiniteError
 from plumbing.settings import Settings, WorkerSpec, notes, parse
 from plumbing.spans import spans
 from plumbing.start import Start, prepare
@@ -238,21 +239,12 @@ class Trainer:
         return scores
 
 
-class NonFiniteError(RuntimeError):
-    """Loss or gradient is NaN or infinite; carries the batch, so that it can be looked at."""
-
-    def __init__(self, what: str, samples: list[Sample] = ()):
-        at_fault = [
-            f"{s.ticket.group}:{s.ticket.sample}"
-            for s in samples
-            if not (np.isfinite(s.logprobs).all() and math.isfinite(s.reward))
-        ]
-        of = ", ".join(at_fault[:8]) or "none (all their log-probabilities and rewards are finite)"
-        super().__init__(f"{what}; samples at fault: {of}" if samples else what)
-        self.samples = samples
-
-
 # -- one run -------------------------------------------------------------------------------------
+
+
+# What ends a run early, and may leave whole weights behind.
+ENDS = RolloutError, WriteError, KeyboardInterrupt, SystemExit
+LAST_SAVE = 120.0  # seconds that saving them may take then
 
 
 class Run:
@@ -276,13 +268,17 @@ class Run:
         state = start.state
         if state:
             checkpoint.restore(self.trainer, state)
-        self.version = state.get("version", 0)  # what the trainer holds: batches trained on
+        self.version = state.get("version", 0)  # what has been published: batches trained on
+        self.trained = self.booked = self.saved = self.version  # ahead of it for a moment each
         self.wall = state.get("wall", 0.0)  # seconds, without evaluations
         self.log = self.workers = self.scheduler = None
         if self.ranks.rank == 0:
-            self.log = Log(self.settings, self.ranks.world, state.get("version"))
+            resumed_at = self.version if settings.resume else None
+            self.log = Log(self.settings, self.ranks.world, resumed_at)
             if self.settings.model.startswith("tiny"):
                 checkpoint.keep_base(start.base, self.log.dir)
+        self.saved_at = time.monotonic()
+        self.save_cost = checkpoint.expected_cost(self.trainer.policy.model)  # seconds
         self.sender = Sender(
             self.ranks,
             self.trainer.policy.model,
@@ -311,9 +307,7 @@ class Run:
             model=start.base,
             settings=settings,
             limits=Limits(
-                max_tokens=settings.max_tokens,
-                max_turns=settings.max_turns,
-                max_model_len=settings.max_model_len,
+                *(settings.max_tokens, settings.max_turns, settings.max_model_len),
                 max_staleness=self.buffer.max_staleness,
                 stops=start.stops,
             ),
@@ -321,6 +315,7 @@ class Run:
             # The prompts of the tiny model's single-turn tasks are shorter than a block.
             prefix_caching=self.task.max_turns > 1 or not settings.model.startswith("tiny"),
             gpu_share=0.0,  # each worker's: see `_begin`
+            stacks=str(self.log.dir / "stacks.txt") if self.log else "",
         )
 
     def start(
@@ -339,6 +334,8 @@ class Run:
             self._begin(new=workers is None)
         self.publish(self.version)
         self.wait_committed()
+        if self.log:
+            self.log.open()
         if settings.eval_every and self.version == 0:
             self.evaluate()
         if self.log:
@@ -350,25 +347,20 @@ class Run:
         plan = self.ranks.plan
         specs = [replace(self.spec, gpu_share=share) for share in plan.shares]
         if new and self.log:
-            self.log.greet(self._where())
+            self.log.greet(self.ranks.plan, torch.get_num_threads(), self.worker_threads)
             workers.starting = self.log.starting
         with spans("start"):
             if new:
                 workers.start(
                     self.worker_main, specs, plan.visible(), self.worker_threads
                 )
+            workers.stacks = self.spec.stacks
             workers.listen(self.scheduler, settings)
             if not new:
                 workers.begin(specs)
             workers.await_word("ready" if new else "begun", settings.start_timeout)
         if new and self.log:
             self.log.starting(0, "ready")
-
-    def _where(self) -> str:
-        """The plan of devices, and of cores."""
-        trainer, worker = torch.get_num_threads(), self.worker_threads
-        threads = f"threads: {trainer} a trainer rank, {worker} a worker, of {cores()} cores"
-        return f"{self.ranks.plan}; {threads}"
 
     def close(self, keep_workers: bool = False) -> None:
         if self.workers and not keep_workers:
@@ -398,11 +390,29 @@ class Run:
             self.batch = self.ranks.from_local_rank_zero(batch)
         return self.batch
 
+    def _together(self, call: Callable, held: bool = False):
+        """Its value, where this node's scheduler or the log is: on local rank 0; None elsewhere.
+        What ends the run there ends it on all ranks, at this point: so all of them can save. It is
+        a wait, which Ctrl-C ends; or `held`, and finished first."""
+        if self.ranks.world == 1:
+            return call()
+        value = error = None
+        if self.ranks.local_rank == 0:
+            try:
+                with interrupts.held() if held else interrupts.released():
+                    value = call()
+            except ENDS as end:
+                error = end
+        for end in filter(None, self.ranks.gather_nodes(error)):
+            end.agreed = True
+            raise end
+        return value
+
     def _wait_for(self, ask: Callable[[], list | None]) -> list | None:
         """What this node's scheduler is asked for, on its local rank 0. While it is None a worker
         that was replaced waits for weights, which takes all ranks."""
         while True:
-            answer = self.scheduler and ask()
+            answer = self._together(ask)
             if not self.ranks.from_rank_zero(answer is None):
                 return answer
             self.publish(self.version)
@@ -410,71 +420,77 @@ class Run:
 
     @spans("train")
     def train_on(self, batch: list[Sample]) -> None:
-        self.metrics = self.trainer.step(batch, self.version)
+        with interrupts.held():
+            self.metrics = self.trainer.step(batch, self.version)
+            self.trained = self.version + 1
 
     @spans("publish")
     def publish(self, version: int) -> None:
         """Send the weights to every worker. Returns when they have left; see wait_committed."""
         reference = self.trainer.score(self.probe)
-        delivered, members, publisher = False, [], None
+        update = version, self.sender.manifest, self.probe, reference
+        publisher, delivered = self.scheduler and self.scheduler.publisher, False
         while not delivered:  # again, if a worker is lost while weights are on the way to it
-            if self.scheduler:
-                members = self.scheduler.pause(
-                    version, self.sender.manifest, self.probe, reference
-                )
-                publisher = self.scheduler.publisher
+            members = self._together(lambda: self.scheduler.pause(*update))  # on every node
             with spans("broadcast"):
-                self.ranks.barrier()  # every node's workers have paused
-                delivered = self.sender.send(publisher, members)
-            if publisher and not delivered:
-                publisher.abandon()
+                delivered = self.sender.send(publisher, members or [])
         total = self.ranks.from_rank_zero(self.sender.checksum)
         if publisher:
             publisher.sent(total)
         self.version = version
 
+    @spans("publish")
     def wait_committed(self) -> None:
-        if self.scheduler:
-            with spans("publish"):
-                self.scheduler.wait_committed()
+        self._together(lambda: self.scheduler.wait_committed())
 
     def finish_step(self) -> None:
         """Close the books of a step; now and then evaluate, or save."""
         settings, step = self.settings, self.version
-        now = time.perf_counter()
-        self.wall += now - self.started
-        spans.add("step", self.started, now, args={"step": step})
-        with spans("log"):
-            if self.ranks.nodes > 1:  # a row is of the whole batch
-                mine = None if self.ranks.local_rank else self.batch
-                self.batch = sum(self.ranks.gather_nodes(mine), [])
-            if self.log:
-                row = {"step": step, "version": step - 1, "wall_s": self.wall}
-                row |= self.metrics | batch_metrics(self)
-                self.log.step(row, self.batch, self.trainer.seen, self.tokenizer)
-            self.write_spans()
+        self._close_books()
         last = step == settings.steps
+        if last:
+            self.wait_committed()  # what was published last is checked, too
         if settings.eval_every and (last or step % settings.eval_every == 0):
             self.evaluate()
-        if last or (settings.save_every and step % settings.save_every == 0):
+        every = settings.save_every
+        if last or (step % every == 0 if every else self._save_is_due()):
             self.save()
+
+    def _close_books(self) -> None:
+        """Write down what was trained on, and how."""
+        with interrupts.held():
+            now, step = time.perf_counter(), self.trained
+            self.version = self.booked = step
+            self.wall += now - self.started
+            spans.add("step", self.started, now, args={"step": step})
+            with spans("log"):
+                if self.ranks.nodes > 1:  # a row is of the whole batch
+                    mine = None if self.ranks.local_rank else self.batch
+                    self.batch = sum(self.ranks.gather_nodes(mine), [])
+                self._together(self._write_row, held=True)
+
+    def _write_row(self) -> None:
+        if self.log:
+            row = {"step": self.version, "version": self.version - 1, "wall_s": self.wall}
+            row |= self.metrics | batch_metrics(self)
+            self.log.step(row, self.batch, self.trainer.seen, self.tokenizer)
+        self.write_spans()
 
     def write_spans(self) -> None:
         """To trace.json: those of trainer rank 0 and its node's workers."""
         mine = spans.take()
         if self.log and self.scheduler:
-            self.log.trace.write([mine, *self.scheduler.take_spans()])
+            self.log.write_trace([mine, *self.scheduler.take_spans()])
 
     @spans("evaluate")
     def evaluate(self) -> None:
         """Score held-out prompts under the version just published, one sample each."""
         start, ranks = time.perf_counter(), self.ranks
-        if self.scheduler:
-            tickets = [
-                Ticket(-1, 0, i, derive_seed(self.settings.seed, 2**32, i), eval=True)
-                for i in self.held_out[ranks.node :: ranks.nodes]
-            ]
-            self.scheduler.begin_evaluation(tickets)
+        tickets = [
+            Ticket(-1, 0, i, derive_seed(self.settings.seed, 2**32, i), eval=True)
+            for i in self.held_out[ranks.node :: ranks.nodes]
+        ]
+        self._together(lambda: self.scheduler.begin_evaluation(tickets))
         timeout = self.settings.batch_timeout
         samples = self._wait_for(lambda: self.scheduler.evaluated(timeout)) or []
         scored = ranks.sum(float(len(samples)))  # a prompt whose reward failed twice is left out
@@ -484,22 +500,62 @@ class Run:
             seconds = time.perf_counter() - start
             self.log.evaluation(self.version, mean, solved, int(scored), seconds)
 
+    def _save_is_due(self) -> bool:
+        due = self.saved_at + checkpoint.interval(self.save_cost)
+        return self.ranks.from_rank_zero(time.monotonic() > due)
+
     @spans("checkpoint")
     def save(self) -> None:
-        """Write checkpoint-<step>. Samples in progress are not saved: they are generated again."""
-        self.wait_committed()
-        nodes = self.ranks.gather_nodes(self.scheduler and self.scheduler.progress())
-        directory = self.ranks.from_rank_zero(self.log and str(self.log.dir))
-        batch = self.settings.batch_size, self.settings.group_size
-        progress = {"version": self.version, "wall": self.wall, "nodes": nodes, "batch": batch}
-        path = Path(directory) / f"checkpoint-{self.version}"
-        checkpoint.save(path, self.trainer, self.tokenizer, progress)
+        """Write checkpoint-<step>. Samples in progress are not saved, but generated again."""
+        began, settings, keep = time.monotonic(), self.settings, self.settings.keep_checkpoints
+        batch = settings.batch_size, settings.group_size
+        state = {"version": self.version, "wall": self.wall, "batch": batch}
+        with interrupts.held():
+            state["nodes"] = self.ranks.gather_nodes(self.scheduler and self.scheduler.progress)
+            weights, state = checkpoint.gather(self.trainer, state)
+
+            def write() -> None:
+                if self.log:
+                    path = self.log.dir / f"checkpoint-{self.version}"
+                    checkpoint.write(path, self.trainer, self.tokenizer, weights, state, keep)
+
+            self._together(write, held=True)
+            self.saved = self.version
+        self.saved_at = time.monotonic()
+        self.save_cost = self.saved_at - began
+
+    def rescue(self, error: BaseException) -> str:
+        """Before a run ends early: save what was trained on since the last checkpoint. Says what
+        was done. Ranks that do not know of the end could not take part."""
+        if self.trained == 0:
+            return "nothing was trained yet"
+        if self.saved < self.trained and self.ranks.world > 1 and not hasattr(error, "agreed"):
+            return "not all ranks could save together"
+        with ends_within(LAST_SAVE, "train.py: the last checkpoint takes too long"):
+            try:
+                if self.booked < self.trained:
+                    self._close_books()
+                if self.saved < self.trained:
+                    self.save()
+            except WriteError as again:
+                return str(again)
+        where = self.log and self.log.dir
+        return f"checkpoint-{self.saved} is written, go on with --resume {where}" if where else ""
 
 
-def interrupt(*_) -> None:
-    """Ctrl-C: end the run in order. The second one does not wait for that."""
-    signal.signal(signal.SIGINT, lambda *_: kill_children_and_exit(130))
-    raise KeyboardInterrupt
+def end_of(error: BaseException, run: Run | None) -> tuple[int, str]:
+    """Exit code and last line of a run that something has ended; its weights are saved before."""
+    interrupts.last()  # the next one waits for nothing
+    code, message = 1, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        code, message = 130, "interrupted"
+    elif isinstance(error, SystemExit):
+        code, message = error.code, "terminated (SIGTERM)"
+    elif isinstance(error, RolloutError) and error.details:
+        print(error.details, file=sys.stderr)
+    if run and (done := run.rescue(error)):
+        message = f"{message}; {done}"
+    return code, message
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -509,32 +565,24 @@ def main(argv: list[str] | None = None) -> int:
         stream.reconfigure(errors="replace")  # a terminal that has no arrows gets question marks
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # what it warns of is checked here
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # torchrun ends its ranks with it
-    signal.signal(signal.SIGINT, interrupt)  # set here: a shell's background jobs ignore it
+    interrupts.install()
     run, code, message = None, 0, ""
     try:
         run = Run(settings)
         run.start()
-        (train_sync if settings.mode == "sync" else train_async)(run)
+        with interrupts.held(run.ranks.world > 1):  # else one rank would leave a collective
+            (train_sync if settings.mode == "sync" else train_async)(run)
         if run.log:
             run.log.summary()
     except ValueError as error:
         if run is not None:
             raise  # not bad input, which the constructor finds, but a bug: show where
         code, message = 2, str(error)
-    except RolloutError as error:
-        code, message = 1, str(error)
-        if error.details:
-            print(error.details, file=sys.stderr)
     except NonFiniteError as error:
         batch = error.samples or run.batch
         code, message = 1, f"{error}; the batch is in {run.log and run.log.dump(batch)}"
-    except checkpoint.SaveError as error:
-        code, message = 1, str(error)
-    except KeyboardInterrupt:
-        code, message = 130, "interrupted"
-    except SystemExit as end:
-        code, message = end.code, "terminated (SIGTERM)"
+    except ENDS as error:
+        code, message = end_of(error, run)
     finally:
         if run is not None:
             bug = sys.exc_info()[1]
@@ -542,7 +590,8 @@ def main(argv: list[str] | None = None) -> int:
             run.close()
             if not (bug or message):
                 run.ranks.end()
-    if message:  # after everything that closing may print: the last line says what happened
+    if message and run is None or message and run.ranks.local_rank == 0:
+        # after everything that closing may print: the last line says what happened
         print(f"train.py: {message}", file=sys.stderr)
     return code
 

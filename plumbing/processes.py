@@ -7,6 +7,7 @@ said over the pipes is not known here: see `rollout.Scheduler` and `rollout.Work
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -14,12 +15,14 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 
 import torch.multiprocessing as mp
 from tqdm import tqdm
 
+STALL = 60.0  # seconds until a wait says what it is for; then after as many again, doubled
 LOADING = 4.0  # times as long as else a worker may be silent while it receives and loads weights
 WINDOW = 600.0  # seconds that --max_restarts counts over
 
@@ -43,6 +46,19 @@ def say(line: str) -> None:
         print(line, file=sys.stderr)
 
 
+class Patience:
+    """A wait that is not over soon says what it is for, less and less often."""
+
+    def __init__(self):
+        self.began = time.monotonic()
+        self._next = self.began + STALL
+
+    def say(self, what: Callable[[], str]) -> None:
+        if (now := time.monotonic()) > self._next:
+            self._next = now + (now - self.began)
+            say(f"waiting for {now - self.began:.0f} s by now: {what()}")
+
+
 class Processes:
     """A process and a pipe for every worker, and a thread that hears what they say.
 
@@ -62,6 +78,7 @@ class Processes:
         self.slack: dict[int, float] = {}  # these may be silent for so many times as long
         self.starting: Callable[[int, str], None] = lambda worker, stage: None  # told how far it is
         self.heard: list[float] = []
+        self.stacks = ""  # the file for the stacks of all processes; empty: none
         self._said: list[set[str]] = []
         self._wake_reader, self._wake_writer = mp.Pipe(duplex=False)
         self._sending = threading.Lock()  # trainer and thread both do
@@ -122,13 +139,15 @@ class Processes:
 
     def wait(self, condition: Callable[[], bool], what: Callable[[], str], timeout: float) -> None:
         """Wait for `condition`; raise what went wrong, or say `what` did not come."""
-        deadline = time.monotonic() + timeout
+        deadline, patience = time.monotonic() + timeout, Patience()
         with self.changed:
             while not condition():
                 if self.error:
                     raise self.error
                 if time.monotonic() > deadline:
-                    raise RolloutError(f"waited {timeout:.0f} s for {what()}")
+                    stacks = self._stacks(range(self.count))
+                    raise RolloutError(f"waited {timeout:.0f} s for {what()}{stacks}")
+                patience.say(lambda: f"for {what()}; {self._state()}")
                 self.changed.wait(1.0)
             if self.error:
                 raise self.error
@@ -150,6 +169,33 @@ class Processes:
             timeout,
         )
 
+    def _state(self) -> str:
+        """What each worker has in hand, and when it was heard last, for messages."""
+        now = time.monotonic()
+        said = (
+            f"rollout process {worker} has {self.owner.holds(worker)}, was heard {now - heard:.0f} "
+            "s ago"
+            for worker, heard in enumerate(self.heard)
+        )
+        return ", ".join(said)
+
+    def _stacks(self, workers: Iterable[int]) -> str:
+        """Where all threads of this process and of these workers are, to a file; returns the part
+        of a message that names it."""
+        if not self.stacks:
+            return ""
+        with Path(self.stacks).open("a") as file:
+            file.write(f"== {time.strftime('%H:%M:%S')}, the trainer\n")
+            file.flush()
+            faulthandler.dump_traceback(file)
+            for worker in workers:
+                if self._said[worker]:  # it has told Python what to do with the signal
+                    file.write(f"\n== rollout process {worker}\n")
+                    file.flush()
+                    os.kill(self.processes[worker].pid, signal.SIGUSR1)
+                    time.sleep(0.3)  # it writes there itself: see `show_stacks`
+        return f"; stacks: {self.stacks}"
+
     # -- the thread ------------------------------------------------------------------------------
 
     def _serve(self) -> None:
@@ -162,11 +208,12 @@ class Processes:
                         self.receive(self.pipes.index(pipe))
                 self.check_alive()
         except RolloutError as error:
-            self._fail(error)
+            self.fail(error)
         except Exception as error:  # a bug in here must reach the trainer, not die in a thread
-            self._fail(RolloutError(f"scheduler thread: {error!r}", traceback.format_exc()))
+            self.fail(RolloutError(f"scheduler thread: {error!r}", traceback.format_exc()))
 
-    def _fail(self, error: RolloutError) -> None:
+    def fail(self, error: RolloutError) -> None:
+        """Have whoever waits next raise this: there is no way on."""
         with self.changed:
             self.error = self.error or error
             self.changed.notify_all()
@@ -206,7 +253,7 @@ class Processes:
                     waited = f"--start_timeout {limit:g}"
                 error = RolloutError(
                     f"rollout process {worker} has not answered for {silent:.0f} s (it holds "
-                    f"{self.owner.holds(worker)}{more}; {waited})"
+                    f"{self.owner.holds(worker)}{more}; {waited}){self._stacks([worker])}"
                 )
                 self.replace(worker, error)
 
@@ -292,6 +339,11 @@ def child_environment(devices: str | None, threads: int):
         os.environ.update(saved)
 
 
+def show_stacks(path: str) -> None:
+    """Have this process write the stacks of its threads there whenever it gets SIGUSR1."""
+    faulthandler.register(signal.SIGUSR1, Path(path).open("a"), all_threads=True)  # noqa: SIM115
+
+
 def die_with_parent(parent: int) -> None:
     """Ask Linux to kill this process when the one that started it dies, however it dies."""
     if sys.platform == "linux":
@@ -299,6 +351,23 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)  # it died before we asked
+
+
+@contextlib.contextmanager
+def ends_within(seconds: float, line: str):
+    """End this process and all rollout processes, with this line, unless it is done by then."""
+
+    def late() -> None:
+        print(line, file=sys.stderr, flush=True)
+        kill_children_and_exit(1)
+
+    timer = threading.Timer(seconds, late)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def kill_children_and_exit(code: int) -> None:

@@ -159,9 +159,10 @@ class Publisher:
             self.update.sent = checksum
             self._commit()
 
-    def abandon(self) -> None:
-        """The publish is to be repeated. Those that are left may wait for ever for what the one
-        that was lost would have passed on: they are replaced as well."""
+    def _abandon(self) -> None:
+        """The publish has failed and is repeated. Those that are left may wait for ever for what
+        the one that was lost would have passed on: they are replaced as well."""
+        self.workers.check(0.0, lambda: True)  # the run may be about to end instead
         with self.workers.changed:
             update, self.update = self.update, None
             for worker in sorted(update.members):
@@ -169,7 +170,10 @@ class Publisher:
                 self.workers.replace(worker, RolloutError(what), fault=False)
 
     def wait_committed(self) -> None:
-        """Wait until the publish in progress, if there is one, is committed on every worker."""
+        """Wait until the publish in progress, if there is one, is committed on every worker. One
+        whose weights did not all leave is abandoned."""
+        if self.update and self.update.sent is None:
+            self._abandon()
         with spans("acknowledge"):
             self.workers.wait(
                 lambda: self.update is None,

@@ -68,9 +68,18 @@ class Settings(OfAlgorithms):
     seed: int = flag(0, "of data order, sampling and the tiny model", least=0, most=2**32 - 1)
     eval_every: int = flag(50, "versions between evaluations; 0: no evaluation at all", least=0)
     eval_prompts: int = flag(0, "held-out prompts an evaluation; 0: the model's preset", least=0)
-    save_every: int = flag(0, "steps between checkpoints; 0: one, at the end", least=0)
+    save_every: int = flag(
+        0,
+        "steps between checkpoints; 0: by time, a minute or more, at most 2 % of a run's",
+        least=0,
+    )
+    keep_checkpoints: int = flag(2, "the last checkpoints that stay; 0: all of them", least=0)
     run_dir: str = flag("", "where the run writes; default runs/<time>-<mode>-<env>")
-    resume: str = flag("", "run directory to go on with, from its last checkpoint and its settings")
+    resume: str = flag(
+        "",
+        "run directory to go on with, from its last checkpoint and its settings; at 0 if it has "
+        "none yet (nor any run, if it is the --run_dir too)",
+    )
     report_to: str = flag("", "tensorboard, wandb or both by comma: metrics go there too")
     dump_batches: bool = flag(False, "write every batch to <run_dir>/batches, for a replay")
     replay_batches: str = flag("", "directory of such batches: train on them, without an engine")
@@ -223,6 +232,7 @@ class WorkerSpec:
     dtype: str
     prefix_caching: bool
     gpu_share: float  # of a GPU's memory, for this worker's engine
+    stacks: str = ""  # the file for the stacks of its threads
 
     @property
     def threads(self) -> int:
@@ -370,8 +380,14 @@ def parse(argv: list[str], program: str = "train.py") -> Settings:
     parser.error = fail
     if argv and not argv[0].startswith("-"):
         argv = flags_of(Path(argv[0])) + argv[1:]
-    if directory := parser.parse_known_args(argv)[0].resume:
-        argv = flags_of(Path(directory) / "config.json") + argv + ["--run_dir", directory]
+    asked = parser.parse_known_args(argv)[0]
+    if directory := asked.resume:
+        config, same = Path(directory) / "config.json", Path(asked.run_dir) == Path(directory)
+        if asked.run_dir and not same:
+            fail(f"--resume {directory} goes on there: without --run_dir {asked.run_dir}")
+        # The same command can be given again and again, the first time too: then both say where.
+        before = [] if same and not config.exists() else flags_of(config)
+        argv = before + argv + ["--run_dir", directory]
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         fail(f"unknown flag {unknown[0]} (--help lists all)")

@@ -5,6 +5,7 @@
 Nothing is written by then.
 """
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import transformers
 from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer
 
@@ -80,7 +82,7 @@ def prepare(settings: Settings) -> Start:
         )
     batch = settings.batch_size, settings.group_size
     state, resumed_from, damaged = checkpoint.load(settings.resume, ranks.nodes, batch)
-    base = checkpoint.kept_base(resumed_from)
+    base = checkpoint.kept_base(settings.resume)
     if settings.model.startswith("tiny"):
         # Its tokenizer is known before it is made: say early what does not fit.
         check_rows(settings, task, byte_tokenizer(), settings.model)
@@ -103,7 +105,7 @@ def prepare(settings: Settings) -> Start:
     notes = [*ranks.plan.notes(), *task.notes, *notes_on_prompts(task, tokenizer), *notes]
     return Start(
         settings, ranks, task, tokenizer, base, dtype, state, resumed_from, worker_threads,
-        stops, probe, rows, held_out, [*damaged, *notes],
+        stops, probe, rows, held_out, [*damaged, *changes(settings), *notes],
     )  # fmt: skip
 
 
@@ -151,6 +153,12 @@ def refuse(settings: Settings) -> None:
         raise ValueError(
             f"--tensor_parallel {settings.tensor_parallel}, but this machine has no GPUs"
         )
+    for name, was in before(settings).items():
+        if name in ("env", "model", "seed") and was != (now := getattr(settings, name)):
+            raise ValueError(
+                f"--resume {settings.resume} is a run with --{name} {was}, not {now}: its prompts "
+                "or weights would be others"
+            )
     samples = settings.batch_size * settings.group_size
     if samples > MOST_SAMPLES:
         raise ValueError(
@@ -178,6 +186,23 @@ def refuse_directory(settings: Settings) -> None:
         raise ValueError(
             f"{settings.run_dir} holds a run already: choose another --run_dir, or --resume it"
         )
+
+
+def before(settings: Settings) -> dict:
+    """The settings of the run that is resumed."""
+    config = Path(settings.resume) / "config.json"
+    known = settings.resume and config.exists()
+    return json.loads(config.read_text()) if known else {}
+
+
+def changes(settings: Settings) -> list[str]:
+    """What is not as it was in the run that is resumed, a line each."""
+    was, expected = before(settings), ("resume", "run_dir", "steps")
+    return [
+        f"--{name} is {now} from now on, and was {was[name]}"
+        for name, now in vars(settings).items()
+        if name in was and name not in expected and was[name] != now
+    ]
 
 
 def load_tokenizer(model: str) -> tuple:
@@ -214,6 +239,7 @@ def probe_ids(settings: Settings, task: Task, tokenizer) -> list[int]:
 def main() -> int:
     """Refuse in one process and one line what ranks under torchrun would each refuse."""
     settings = parse(sys.argv[1:])
+    transformers.utils.logging.disable_progress_bar()
     try:
         ranks = int(os.environ.get("NPROC") or 1)
         plan(usable_gpus(), ranks, settings.rollout_workers or 1, settings.tensor_parallel)

@@ -105,7 +105,7 @@ def warm_up(model, tokenizer, task: Task) -> None:
         disable=not shown,  # a file is no place for a bar in motion
     )
     if not shown:
-        print(f"{what} (half a minute or so)", file=sys.stderr)
+        print("warm-up of the model `tiny`, once (half a minute or so)", file=sys.stderr)
     with bar:
         for step in learn(model, tokenizer, task, task.warmup_steps):
             if step % EVERY and step != task.warmup_steps:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plumbing.processes import RolloutError
+from plumbing.processes import Patience, RolloutError
 from plumbing.ranks import Ranks, whole
 
 
@@ -165,8 +165,10 @@ def join_watched(wire: Wire, store: dist.TCPStore, alive: Callable[[], None]):
 
     thread = threading.Thread(target=join, daemon=True)
     thread.start()
+    patience = Patience()
     while thread.is_alive():
         alive()
+        patience.say(lambda: f"for {wire.world_size - 1} receivers of weights to join")
         thread.join(0.05)
     if failed:
         raise failed[0]
@@ -235,13 +237,16 @@ class Sender:
 
     def send(self, publisher, members: list[int]) -> bool:
         """Broadcast all parameters to the members. False, on every rank, if one of them was lost
-        meanwhile."""
+        meanwhile, or if the run is about to end: whoever asks the publisher next learns why."""
         arrived = True
         try:
             self.connect(publisher, members)
             if publisher:
                 publisher.receive()
         except Broken:
+            self.group, arrived = None, False
+        except RolloutError as error:
+            publisher.workers.fail(error)
             self.group, arrived = None, False
         arrived &= self.broadcast(publisher and publisher.alive)
         return self.ranks.from_rank_zero(arrived)
@@ -262,7 +267,7 @@ class Sender:
                 flat = torch.cat(parts).to(wire)
                 try:
                     self._broadcast(flat, alive)
-                except Broken:
+                except (Broken, RolloutError):
                     if self.ranks.wire == "nccl":
                         self.group.abort()  # else its kernel waits on the GPU for the one that died
                     self.group, sent = None, False
@@ -271,9 +276,10 @@ class Sender:
 
     def _broadcast(self, flat: Tensor, alive: Callable[..., None]) -> None:
         """Send one bucket; polled, so that Ctrl-C and a worker that is gone are noticed in time."""
-        work = self.group.broadcast(flat, 0)
+        work, patience = self.group.broadcast(flat, 0), Patience()
         while not work.is_completed():
             alive()
+            patience.say(lambda: "for a bucket of weights to arrive")
             time.sleep(1e-4)
         try:
             work.wait()

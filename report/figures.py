@@ -1,5 +1,6 @@
 """Figures of runs: reward, and what every process did when."""
 
+import io
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.patches import Patch
 
+from plumbing.files import write_whole
 from report.rows import idle_shares, read_rows
 from report.timeline import read_trace
 
@@ -32,8 +34,10 @@ def finish(figure, axes, target: Path, dpi: int = 110) -> Path:
     for axis in axes:
         axis.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(target, dpi=dpi)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=dpi, format=target.suffix[1:])
     plt.close(figure)
+    write_whole(target, picture.getvalue())
     return target
 
 

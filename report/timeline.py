@@ -7,6 +7,7 @@ import json
 import math
 from pathlib import Path
 
+from plumbing.files import write_whole
 from plumbing.spans import MAIN, STEP_LIMIT, Span, spans
 
 FILE_LIMIT = 200_000  # events of a file, some 20 MB
@@ -54,11 +55,9 @@ class TraceFile:
         ended = max((e["ts"] + e.get("dur", 0) for e in kept), default=0)
         self._origin = (spans.clock() if origin is None else origin) - ended / 1e6
         self._named = {(e["pid"], e["tid"]) for e in kept if e["ph"] == "M"}
-        self._count, self._file = 0, path.open("w")
-        self._file.write("[\n")
-        for event in kept:
-            self._event(event)
-        self._file.flush()
+        self._count = len(kept)
+        write_whole(path, "".join(["[\n", *(f"{ENCODE(event)},\n" for event in kept)]).encode())
+        self._file = path.open("a")
         if origin is None:
             spans.clear()  # of an earlier run in this process
 

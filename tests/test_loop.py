@@ -150,7 +150,9 @@ def test_a_resumed_run_keeps_the_model_that_it_began_with(worker, tasks, tmp_pat
     flags += ["--batch_size", "4", "--group_size", "4", "--max_model_len", "128"]
     begun = train.Run(parse([*flags, "--steps", "1"]))
     reference = {name: value.clone() for name, value in begun.trainer.reference.named_parameters()}
-    checkpoint.save(tmp_path / "run/checkpoint-1", begun.trainer, begun.tokenizer, STATE)
+    gathered = checkpoint.gather(begun.trainer, STATE)
+    path = tmp_path / "run/checkpoint-1"
+    checkpoint.write(path, begun.trainer, begun.tokenizer, *gathered)
     begun.close()
     for model in tmp_path.glob("tiny-*"):
         shutil.rmtree(model)
@@ -166,7 +168,9 @@ def test_resume_in_async_mode_loses_no_prompt_and_keeps_the_bound(worker):
     for path in (half.log.dir / "checkpoint-5").iterdir():
         path.unlink()  # as if killed after step 3's checkpoint
     with pytest.raises(ValueError, match="batches of 2 x 4"):
-        worker.train("--resume", str(half.log.dir), steps=6, batch_size=3)
+        worker.train(
+            "--resume", str(half.log.dir), steps=6, batch_size=3, run_dir=half.log.dir
+        )
     run = worker.train("--resume", str(half.log.dir), steps=6, batch_size=2, run_dir=half.log.dir)
     rows = rows_of(run)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
@@ -188,7 +192,7 @@ def test_dumped_batches_replay_to_the_same_weights_without_an_engine(worker, tmp
         assert {key: row[key] for key in keys} == {key: other[key] for key in keys}
     first, second = weights_of(run), weights_of(again)
     assert all(torch.equal(first[name], second[name]) for name in first)
-    with pytest.raises(ValueError, match=r"no .*000004.pkl \(--steps 4"):
+    with pytest.raises(ValueError, match=r"no .*000004.npz \(--steps 4"):
         train.Run(parse([*flags, "--steps", "4", "--run_dir", str(tmp_path / "more")]))
     with pytest.raises(ValueError, match="groups of 4 samples, and --group_size 8"):
         train.Run(parse([*flags, "--group_size", "8"]))

@@ -379,7 +379,7 @@ def test_all_that_were_receiving_with_a_lost_worker_are_replaced_and_the_publish
     for call in (publisher.alive, publisher.receive, publisher.wait_joined):
         with pytest.raises(Broken):
             call()
-    publisher.abandon()
+    publisher.wait_committed()  # it is abandoned
     assert owner.workers.lives == {0: 1, 1: 1}
     assert len(owner.workers.faults) == 1  # the second is none of its own
     assert publisher.versions == {} and owner.buffer.version == 0

@@ -574,7 +574,9 @@ def test_a_restored_trainer_goes_on_as_if_never_stopped(ranks, model, tmp_path):
     for version, batch in enumerate(batches[:2]):
         stopped.step(batch, version)
     path = tmp_path / "checkpoint-2"
-    checkpoint.save(path, stopped, byte_tokenizer(), {"version": 2})
+    checkpoint.write(
+        path, stopped, byte_tokenizer(), *checkpoint.gather(stopped, {"version": 2})
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-2"]  # no temporary one beside it
 
     again = make_trainer(ranks, str(path), reference=model, lr_warmup=3)
@@ -597,7 +599,9 @@ def take_steps(ranks, path, case, batches, stop=None):
     metrics = []
     for number, samples in enumerate(batches, 1):
         if stop and number == len(batches):
-            checkpoint.save(stop, trainer, byte_tokenizer(), {})
+            gathered = checkpoint.gather(trainer, {})
+            if ranks.rank == 0:
+                checkpoint.write(stop, trainer, byte_tokenizer(), *gathered)
             ranks.barrier()
             trainer = make_trainer(ranks, str(stop), path, **chosen)
             state = torch.load(stop / checkpoint.STATE_FILE, weights_only=True)

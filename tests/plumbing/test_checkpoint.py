@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from plumbing.checkpoint import STATE_FILE, SaveError, load, save
+from plumbing.checkpoint import STATE_FILE, gather, interval, load, sweep, write
+from plumbing.files import WriteError
 from plumbing.ranks import Ranks
 from plumbing.settings import Settings
 from plumbing.tiny import byte_tokenizer
@@ -72,8 +73,14 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(tmp_path, m
 def test_without_one_that_can_be_read_each_is_named(tmp_path):
     for step in (1, 2):
         cut(write_checkpoint(tmp_path / f"checkpoint-{step}") / STATE_FILE)
-    with pytest.raises(ValueError, match="no checkpoint in it; .*point-2 cannot .*point-1 cannot"):
+    with pytest.raises(ValueError, match="--resume .*point-2 cannot .*point-1 cannot"):
         load(str(tmp_path), 1, BATCH)
+
+
+def test_a_run_that_has_none_yet_begins_at_0(tmp_path):
+    (tmp_path / ".checkpoint-2").mkdir()  # it was not finished
+    state, path, (line,) = load(str(tmp_path), 1, BATCH)
+    assert (state, path) == ({}, "") and "begins at step 0" in line
 
 
 @pytest.fixture
@@ -89,8 +96,12 @@ PROGRESS = {
 }
 
 
+def save(path, trainer, progress, keep=0):
+    write(path, trainer, byte_tokenizer(), *gather(trainer, progress), keep)
+
+
 def test_what_is_saved_is_read_as_plain_values(trainer, tmp_path):
-    save(tmp_path / "checkpoint-3", trainer, byte_tokenizer(), PROGRESS)
+    save(tmp_path / "checkpoint-3", trainer, PROGRESS)
     state, _, damaged = load(str(tmp_path), 1, BATCH)
     assert {key: state[key] for key in PROGRESS} == PROGRESS and not damaged
 
@@ -100,7 +111,7 @@ def test_what_an_earlier_run_left_is_removed_and_what_cannot_be_read_is_replaced
     (tmp_path / ".checkpoint-3").mkdir()
     path = write_checkpoint(tmp_path / "checkpoint-3")
     (path / STATE_FILE).unlink()
-    save(path, trainer, byte_tokenizer(), PROGRESS)
+    save(path, trainer, PROGRESS)
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-3"]
     assert load(str(tmp_path), 1, BATCH)[0]["version"] == 3
 
@@ -110,16 +121,38 @@ def test_where_there_is_no_room_nothing_half_written_is_left(trainer, tmp_path, 
     for p in trainer.policy.parameters():
         p.grad = torch.zeros_like(p)
     trainer.optimizer.step()  # the moments take twice what the weights do
-    save(tmp_path / "checkpoint-2", trainer, byte_tokenizer(), PROGRESS | {"version": 2})
+    save(tmp_path / "checkpoint-2", trainer, PROGRESS | {"version": 2})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (megabytes * 2**20, before[1]))
     try:
-        with pytest.raises(SaveError, match="checkpoint-3 cannot be written: "):
-            save(tmp_path / "checkpoint-3", trainer, byte_tokenizer(), PROGRESS)
+        with pytest.raises(WriteError, match="checkpoint-3 cannot be written: "):
+            save(tmp_path / "checkpoint-3", trainer, PROGRESS)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-2"]
     assert load(str(tmp_path), 1, BATCH)[0]["version"] == 2
+
+
+def test_the_last_ones_stay(trainer, tmp_path):
+    write_checkpoint(tmp_path / "checkpoint-9", version=9)  # of a run that went on before this step
+    write_checkpoint(tmp_path / "checkpoint-best", version=1)
+    for step in range(1, 6):
+        save(tmp_path / f"checkpoint-{step}", trainer, PROGRESS | {"version": step}, keep=2)
+    left = {p.name for p in tmp_path.iterdir()}
+    assert left == {"checkpoint-4", "checkpoint-5", "checkpoint-9", "checkpoint-best"}, left
+
+
+def test_what_was_left_half_written_is_swept_away(tmp_path):
+    (tmp_path / ".checkpoint-2").mkdir()
+    write_checkpoint(tmp_path / "checkpoint-1", version=1)
+    sweep(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-1"]
+
+
+@pytest.mark.parametrize("cost", [0.0, 0.1, 3.0, 60.0, 1000.0])
+def test_checkpoints_by_time_cost_a_fiftieth_and_are_a_minute_apart(cost):
+    assert cost <= interval(cost) / 50 and interval(cost) >= 60
+    assert interval(cost) == 60 or cost == pytest.approx(interval(cost) / 50)  # and not rarer
 
 
 def test_a_checkpoint_of_another_number_of_nodes_is_refused(tmp_path):

@@ -25,7 +25,7 @@ from algos import KINDS
 from plumbing import models
 from plumbing.processes import RolloutError
 from plumbing.settings import Settings, as_flags, parse
-from plumbing.start import resolve
+from plumbing.start import changes, resolve
 from tasks.find import make_task
 from train import main
 
@@ -354,11 +354,36 @@ def test_a_settings_file_that_is_no_text(refused, tmp_path):
     assert "settings.yaml" in refused("settings.yaml")
 
 
-@pytest.mark.parametrize("how", ["--resume old", "--resume=old"])
-def test_resuming_a_directory_without_a_checkpoint(refused, random_model, tmp_path, how):
-    (tmp_path / "old/.checkpoint-2").mkdir(parents=True)  # one that was not finished
-    (tmp_path / "old/config.json").write_text(json.dumps({"model": random_model}))
-    assert "--resume old: no checkpoint" in refused(*how.split())
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--resume old --run_dir new", "--resume old goes on there: without --run_dir new"),
+        ("--resume nothing", "no such file: nothing/config.json"),
+        ("--resume old --seed 3", "--resume old is a run with --seed 0, not 3"),
+        ("--resume old --env max3", "--resume old is a run with --env addition, not max3"),
+        ("--resume old --model tiny", "--resume old is a run with --model "),
+    ],
+)
+def test_what_cannot_be_resumed(refused, random_model, tmp_path, flags, words):
+    (tmp_path / "old").mkdir()
+    before = vars(parse(["--model", random_model, "--run_dir", "old"]))
+    (tmp_path / "old/config.json").write_text(json.dumps(before))
+    assert words in refused(*flags.split())
+
+
+def test_the_same_command_can_be_given_again_and_again_with_resume(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    again = ["--alpha", "3", "--run_dir", "mine", "--resume", "mine"]
+    assert (first := parse(again)).alpha == 3 and first.run_dir == first.resume == "mine"
+    Path("mine").mkdir()
+    Path("mine/config.json").write_text(json.dumps(vars(parse(["--alpha", "3", "--steps", "7"]))))
+    assert parse(again).steps == 7
+
+
+def test_what_is_changed_in_a_resumed_run_is_said(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(vars(parse(["--steps", "7"]))))
+    settings = parse(["--resume", str(tmp_path), "--loss", "tis", "--steps", "9"])
+    assert changes(settings) == ["--loss is tis from now on, and was ppo"]
 
 
 # -- settings --------------------------------------------------------------------------------------
@@ -494,7 +519,7 @@ def test_exit_codes_of_a_run(monkeypatch, capsys, error, code):
     told = []
 
     class Run:
-        ranks = SimpleNamespace(leave=told.append, end=lambda: None)
+        ranks = SimpleNamespace(leave=told.append, end=lambda: None, world=1, local_rank=0)
 
         def __init__(self, settings):
             self.settings, self.log, self.closed = settings, None, False
@@ -504,6 +529,9 @@ def test_exit_codes_of_a_run(monkeypatch, capsys, error, code):
             if error:
                 raise error
 
+        def rescue(self, error):
+            return "it is saved"
+
         def close(self):
             self.closed = True
 
@@ -511,17 +539,15 @@ def test_exit_codes_of_a_run(monkeypatch, capsys, error, code):
     monkeypatch.setattr(train, "Run", Run)
     monkeypatch.setattr(train, "train_async", lambda run: None)
     assert main([]) == code and runs[0].closed
-    assert told == [{1: "no worker", 130: "interrupted"}.get(code, "")]  # the other nodes
+    said = {1: "no worker; it is saved", 130: "interrupted; it is saved"}.get(code, "")
+    assert told == [said]  # the other nodes
     err = capsys.readouterr().err
-    assert err.splitlines()[-1:] == {
-        1: ["train.py: no worker"],
-        130: ["train.py: interrupted"],
-    }.get(code, [])
+    assert err.splitlines()[-1:] == ([f"train.py: {said}"] if said else [])
 
 
 def test_a_terminal_that_has_no_arrows_does_not_end_a_run(monkeypatch):
     class Run:
-        ranks = SimpleNamespace(leave=lambda why: None, end=lambda: None)
+        ranks = SimpleNamespace(leave=lambda why: None, end=lambda: None, world=1, local_rank=0)
 
         def __init__(self, settings):
             self.log = None
@@ -545,7 +571,7 @@ def test_a_value_error_while_training_is_a_bug_and_shows_where(monkeypatch):
     told = []
 
     class Run:
-        ranks = SimpleNamespace(leave=told.append, end=lambda: None)
+        ranks = SimpleNamespace(leave=told.append, end=lambda: None, world=1, local_rank=0)
 
         def __init__(self, settings):
             pass

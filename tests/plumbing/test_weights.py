@@ -199,7 +199,7 @@ def test_what_goes_wrong_while_all_connect_is_raised(monkeypatch):
         join_watched(wire_to(store, timeout=1.0), store, lambda: None)
 
 
-def test_a_receiver_that_is_lost_in_a_broadcast_is_named_by_its_owner():
+def test_a_receiver_that_is_lost_in_a_broadcast_is_asked_for_and_the_rest_is_gathered():
     asked = []
 
     class Work:
@@ -216,8 +216,7 @@ def test_a_receiver_that_is_lost_in_a_broadcast_is_named_by_its_owner():
 
     sender = new_sender()
     sender.group = SimpleNamespace(broadcast=lambda flat, root: Work())
-    with pytest.raises(RolloutError, match="process 1 died"):
-        sender.broadcast(alive)
+    assert not sender.broadcast(alive)
     assert asked[:3] == [0.0] * 3 and asked[3] > 0  # it was asked all along; the end is waited for
 
 

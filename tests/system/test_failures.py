@@ -29,10 +29,11 @@ def state(pid: int) -> str:
 class Cli:
     """`python train.py` in a process of its own, as a user has it."""
 
-    def __init__(self, tmp: Path, *flags: str, script: str = "train.py"):
+    def __init__(self, tmp: Path, *flags: str, script: str = "train.py", ranks: int = 1):
         self.out, self.run_dir = tmp / "out.txt", tmp / "run"
         tmp.mkdir()
-        command = [sys.executable, script, "--eval_every", "0", "--steps", "5000"]
+        torchrun = ["-m", "plumbing.torchrun", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+        command = [sys.executable, *torchrun, script, "--eval_every", "0", "--steps", "5000"]
         command += ["--batch_size", "2", "--group_size", "2", "--max_model_len", "128"]
         command += ["--learning_rate", "3e-4", "--run_dir", str(self.run_dir), *flags]
         self.process = subprocess.Popen(
@@ -75,9 +76,12 @@ class Cli:
         return family
 
     def worker(self) -> int:
-        """The rollout process: the one child in a process group of its own."""
+        """The rollout process: the one that was spawned, in a process group of its own."""
         return next(
-            pid for pid in self.family()[1:] if os.getpgid(pid) == pid and pid != self.process.pid
+            pid
+            for pid in self.family()[1:]
+            if os.getpgid(pid) == pid
+            and b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
         )
 
     def text(self) -> str:
@@ -210,7 +214,8 @@ def test_without_restarts_a_killed_worker_ends_the_run(start):
     run.wait_for_step()
     os.kill(run.worker(), signal.SIGKILL)
     assert run.ends() == 1
-    assert run.last_line() == "train.py: rollout process 0 died (killed by SIGKILL)"
+    died = "train.py: rollout process 0 died (killed by SIGKILL); "
+    assert run.last_line() == died + saved(run)
 
 
 @pytest.mark.slow
@@ -236,12 +241,32 @@ def test_a_reward_that_hangs_ends_the_run(start):
     assert "the reward: TimeoutError: took longer than 2 s" in run.last_line()
 
 
+def saved(run: Cli) -> str:
+    """What the last line says of the last checkpoint, which is of the last step."""
+    step = steps_of(run)[-1]["step"]
+    assert (run.run_dir / f"checkpoint-{step}" / "model.safetensors").exists()
+    return f"checkpoint-{step} is written, go on with --resume {run.run_dir}"
+
+
+def goes_on(start, run: Cli, **kwargs) -> None:
+    """The run is resumed for two more steps, and trains on no prompt twice."""
+    done = len(steps_of(run))
+    again = start("Odd", "--run_dir", str(run.run_dir), "--resume", str(run.run_dir),
+                  "--steps", str(done + 2), **kwargs)  # fmt: skip
+    again.run_dir = run.run_dir
+    assert again.ends(240) == 0, again.text()
+    rows = steps_of(again)
+    assert [row["step"] for row in rows] == list(range(1, done + 3))
+    prompts = [prompt for row in rows for prompt in row["prompt_ids"]]
+    assert len(set(prompts)) == len(prompts) == 2 * len(rows)
+
+
 def test_ctrl_c_ends_the_run_with_code_130(start):
     run = start("Odd", "--rollout_workers", "2")
     run.wait_for_step()
     os.killpg(run.process.pid, signal.SIGINT)  # as a terminal sends it, to the whole group
     assert run.ends() == 130
-    assert run.last_line().startswith("train.py: interrupted")
+    assert run.last_line() == f"train.py: interrupted; {saved(run)}"
 
 
 @pytest.mark.slow
@@ -255,13 +280,70 @@ def test_two_ctrl_c_in_a_row_end_the_run_at_once_and_without_a_traceback(start):
     assert "Traceback" not in run.text()
 
 
-@pytest.mark.slow
-def test_sigterm_says_what_it_did(start):
+def test_sigterm_says_what_it_did_and_the_run_goes_on_from_there(start):
     run = start("Odd")
     run.wait_for_step()
     run.process.terminate()
     assert run.ends(20) == 143
-    assert run.last_line() == "train.py: terminated (SIGTERM)"
+    assert run.last_line() == f"train.py: terminated (SIGTERM); {saved(run)}"
+    goes_on(start, run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cause", ["SIGTERM", "SIGINT", "a worker"])
+def test_two_ranks_save_together_and_say_why_once(start, cause):
+    run = start("Odd", "--max_restarts", "0", ranks=2)
+    run.wait_for_step()
+    if cause == "a worker":
+        os.kill(run.worker(), signal.SIGKILL)
+    else:
+        run.process.send_signal(getattr(signal, cause))
+    code, why = {
+        "SIGTERM": (143, "terminated (SIGTERM)"),
+        "SIGINT": (130, "interrupted"),
+        "a worker": (1, "rollout process 0 died (killed by SIGKILL)"),
+    }[cause]
+    assert run.ends() == code
+    assert run.last_line() == f"train.py: {why}; {saved(run)}"
+    assert "Traceback" not in run.text()
+    goes_on(start, run, ranks=2)
+
+
+@pytest.mark.slow
+def test_the_rank_that_was_killed_is_named_last(start):
+    run = start("Odd", ranks=2)
+    run.wait_for_step()
+    environ = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in run.family()[1:]}
+    rank = next(pid for pid, text in environ.items() if b"LOCAL_RANK=1\0" in text)
+    os.kill(rank, signal.SIGKILL)
+    assert run.ends() == 128 + signal.SIGKILL
+    assert run.last_line() == "train.py: trainer rank 1 died (killed by SIGKILL)"
+
+
+@pytest.mark.slow
+def test_a_run_that_was_ended_before_its_first_step_begins_at_0(start):
+    run = start("Hanging")
+    while "ready" not in run.text():
+        time.sleep(0.1)
+    run.process.terminate()
+    assert run.ends(30) == 143
+    assert run.last_line() == "train.py: terminated (SIGTERM); nothing was trained yet"
+    again = start("Hanging", "--run_dir", str(run.run_dir), "--resume", str(run.run_dir))
+    while "ready" not in again.text():
+        assert again.process.poll() is None, again.text()
+        time.sleep(0.1)
+    assert "begins at step 0" in again.text()
+
+
+@pytest.mark.slow
+def test_a_killed_trainer_loses_what_came_after_its_last_checkpoint_and_trains_on_none_twice(start):
+    run = start("Odd", "--save_every", "3")
+    while not list(run.run_dir.glob("checkpoint-*")):
+        assert run.process.poll() is None, run.text()
+        time.sleep(0.1)
+    run.process.kill()
+    assert run.ends() == -signal.SIGKILL
+    goes_on(start, run)
 
 
 @pytest.mark.slow
