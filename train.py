@@ -403,9 +403,12 @@ class Run:
                     value = call()
             except ENDS as end:
                 error = end
-        for end in filter(None, self.ranks.gather_nodes(error)):
-            end.agreed = True
-            raise end
+        for node, end in enumerate(self.ranks.gather_nodes(error)):
+            if isinstance(end, RolloutError) and self.ranks.nodes > 1:
+                end = RolloutError(f"node {node}: {end}", end.details)
+            if end:
+                end.agreed = True
+                raise end
         return value
 
     def _wait_for(self, ask: Callable[[], list | None]) -> list | None:
@@ -566,7 +569,7 @@ def main(argv: list[str] | None = None) -> int:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # what it warns of is checked here
     interrupts.install()
-    run, code, message = None, 0, ""
+    run, code, message, why = None, 0, "", ""  # `why`: what other nodes have to be told
     try:
         run = Run(settings)
         run.start()
@@ -583,10 +586,11 @@ def main(argv: list[str] | None = None) -> int:
         code, message = 1, f"{error}; the batch is in {run.log and run.log.dump(batch)}"
     except ENDS as error:
         code, message = end_of(error, run)
+        why = "" if hasattr(error, "agreed") else message
     finally:
         if run is not None:
             bug = sys.exc_info()[1]
-            run.ranks.leave(message or (repr(bug) if bug else ""))
+            run.ranks.leave(repr(bug) if bug else why)
             run.close()
             if not (bug or message):
                 run.ranks.end()

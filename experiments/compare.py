@@ -175,7 +175,7 @@ class Measured(train.Run):
     def train_on(self, batch) -> None:
         self.batches.append(batch)
         if self.idle_trainer:
-            self.metrics = {"grad_norm": 0.0}
+            self.metrics, self.trained = {"grad_norm": 0.0}, self.version + 1
         else:
             super().train_on(batch)
 

@@ -107,6 +107,8 @@ class Watch:
 
     def leave(self, why: str) -> None:
         """This rank ends, for a cause ("": in order); the others are told, and end with it."""
+        if why:  # a collective that lost its peer raises; that it is lost is heard a moment later
+            time.sleep(BEAT)
         self._ending = True
         self._say(f"{self.names[self.rank]}: {why}" if why else BYE)
 

@@ -360,7 +360,7 @@ def test_workers_that_die_again_and_again_end_the_run(start):
     run = start("DiesInUpdate", "--max_restarts", "1")
     assert run.ends(240) == 1
     often = "rollout process 0 died (killed by SIGKILL); 1 were replaced within 10 minutes"
-    assert run.last_line() == f"train.py: {often}, --max_restarts"
+    assert run.last_line() == f"train.py: {often}, --max_restarts; {saved(run)}"
 
 
 @pytest.mark.slow
