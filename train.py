@@ -594,6 +594,8 @@ def main(argv: list[str] | None = None) -> int:
             run.close()
             if not (bug or message):
                 run.ranks.end()
+    if run and run.ranks.local_rank and not why:
+        return 0  # an end that the ranks agreed on: local rank 0 says which
     if message and run is None or message and run.ranks.local_rank == 0:
         # after everything that closing may print: the last line says what happened
         print(f"train.py: {message}", file=sys.stderr)
