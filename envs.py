@@ -48,8 +48,8 @@ from typing import NamedTuple
 import numpy as np
 
 from buffer import Sample, Ticket, derive_seed
-from plumbing.calls import attempt
-from plumbing.chat import encode_prompt, encode_reply, stop_ids
+from plumbing.calls import attempt, said_by, short
+from plumbing.chat import LONG, cut, encode_prompt, encode_reply, stop_ids
 from plumbing.spans import spans
 
 
@@ -214,7 +214,7 @@ class EnvTask(Task):
 
         attempt(play, self.describe(row, 0), self.config.env_timeout)
         if not is_observation(said[0]):
-            raise ValueError(f"{self.describe(row, 0)}: {said[0]!r:.200} is not (text, info)")
+            raise ValueError(f"{self.describe(row, 0)}: {short(said[0])} is not (text, info)")
         return said[0][0]
 
     def describe(self, row: int, turn: int) -> str:
@@ -333,7 +333,7 @@ class Episode:
         """Open the environment; its first observation is the prompt."""
         blocking = self.task.blocking_reset
         text, _ = await self._ask(check_reset, self._open, blocking=blocking, what="reset")
-        self.ids = list(encode_prompt(self.task, text, self.tokenizer))
+        self.ids = list(await self._encode(encode_prompt, text))
         if len(self.ids) >= self.limits.max_model_len:
             raise EnvError(
                 f"{self._where()}: a prompt of {len(self.ids)} tokens leaves no room for a "
@@ -381,11 +381,18 @@ class Episode:
             cut = any(turn.truncated for turn in self.turns)
             self._end(truncated=cut or not terminated)
             return
-        reply = encode_reply(self.task, observation, self.tokenizer, turn.ids[-1])
+        reply = await self._encode(encode_reply, observation, turn.ids[-1])
         if len(self.ids) + len(reply) >= self.limits.max_model_len:
             self._end(truncated=True)
             return
         self.ids += reply
+
+    async def _encode(self, how: Callable, text: str, *last) -> tuple[int, ...]:
+        """Ids of what was said; of what is so long that it will not fit, of as much as shows it."""
+        if len(text) < LONG:
+            return how(self.task, text, self.tokenizer, *last)
+        text = cut(text, self.limits.max_model_len, self.tokenizer)
+        return await asyncio.to_thread(how, self.task, text, self.tokenizer, *last)
 
     def _end(self, truncated: bool) -> None:
         self.over, self.truncated = True, truncated
@@ -401,8 +408,7 @@ class Episode:
                 raise  # we did it
             raise EnvError(f"{self._where()}: CancelledError") from error
         except Exception as error:  # of whatever kind: it is the user's code
-            why = " ".join(f"{type(error).__name__}: {error}".split())
-            raise EnvError(f"{self._where()}: {why}") from error
+            raise EnvError(f"{self._where()}: {said_by(error)}") from error
 
     def _where(self) -> str:
         return self.task.describe(self.row, len(self.turns))
@@ -434,7 +440,7 @@ def is_observation(said) -> bool:
 def check_reset(said) -> None:
     """Raise TypeError unless `reset` returned (observation, info)."""
     if not is_observation(said):
-        raise TypeError(f"reset has to return (text, info), got {said!r:.200}")
+        raise TypeError(f"reset has to return (text, info), got {short(said)}")
     said[0].encode()  # as in check_step
 
 
@@ -442,16 +448,17 @@ def check_step(said) -> None:
     """Raise TypeError or ValueError unless `step` returned its five values."""
     if not (isinstance(said, tuple) and len(said) == 5):
         raise TypeError(
-            f"step has to return (text, reward, terminated, truncated, info), got {said!r:.200}"
+            f"step has to return (text, reward, terminated, truncated, info), got {short(said)}"
         )
     text, reward, terminated, truncated, _ = said
     if not isinstance(text, str):
-        raise TypeError(f"step returned {text!r:.200} as observation: text is expected")
+        raise TypeError(f"step returned {short(text)} as observation: text is expected")
     text.encode()  # lone surrogates raise here, where the environment can be named
     if isinstance(reward, str) or not math.isfinite(reward):
-        raise ValueError(f"step returned {reward!r:.200} as reward: a finite number is expected")
+        raise ValueError(f"step returned {short(reward)} as reward: a finite number is expected")
     if terminated not in (False, True) or truncated not in (False, True):
-        raise TypeError(f"step returned {terminated!r:.50}, {truncated!r:.50}: bools are expected")
+        ends = f"{short(terminated)}, {short(truncated)}"
+        raise TypeError(f"step returned {ends}: bools are expected")
 
 
 # -- what is drawn: how late an environment is, which row comes next -----------------------------

@@ -42,7 +42,7 @@ from tqdm import tqdm
 
 from buffer import Sample, SampleBuffer, Ticket
 from envs import Episode, Unwanted, run_episode
-from plumbing.calls import EnvCalls
+from plumbing.calls import EnvCalls, history
 from plumbing.processes import (
     Processes,
     RolloutError,
@@ -457,6 +457,7 @@ class Worker:
         now = time.monotonic()
         if self.finished or self.failed or self.too_old or now - self.sent_at > 2.0:
             self.counts += self.engine.take_counts() + spans.seconds
+            self.counts["env_cpu"] += self.calls.take_cpu()
             results = self.finished, self.failed, self.too_old, dict(self.counts)
             self.conn.send(("results", *results, spans.take()))
             spans.seconds.clear()
@@ -547,8 +548,10 @@ class Worker:
             self.finished.append(sample)  # a new list by now: looked up after the await
         except Unwanted:
             self.too_old.append(episode.ticket)
-        except Exception:  # of whatever kind: the scheduler counts it and decides
-            self.failed.append((episode.ticket, traceback.format_exc()))
+        except BaseException as error:  # of whatever kind: the scheduler counts it and decides
+            if asyncio.current_task().cancelling():
+                raise  # we did it
+            self.failed.append((episode.ticket, history(error)))
 
     def start(self, work, episodes: list[Episode]) -> None:
         """Run it, and forget the episodes when it ends: also if it is cancelled before it began."""

@@ -258,10 +258,8 @@ class Run:
         self.settings, self.ranks, self.task = start.settings, start.ranks, start.task
         self.tokenizer, self.worker_threads = start.tokenizer, start.worker_threads
         self.rows, self.held_out = start.rows, start.held_out  # those of the task's that are used
-        model = start.resumed_from or start.base
-        self.trainer = Trainer(
-            self.ranks, self.settings, model, start.base, start.dtype, start.probe
-        )
+        models = start.resumed_from or start.base, start.base
+        self.trainer = Trainer(self.ranks, self.settings, *models, start.dtype, start.probe)
         if self.ranks.rank == 0:  # not before: what is refused is one line
             for note in (*notes(settings), *start.notes):
                 print(f"note: {note}", file=sys.stderr)
@@ -351,9 +349,7 @@ class Run:
             workers.starting = self.log.starting
         with spans("start"):
             if new:
-                workers.start(
-                    self.worker_main, specs, plan.visible(), self.worker_threads
-                )
+                workers.start(self.worker_main, specs, plan.visible(), self.worker_threads)
             workers.stacks = self.spec.stacks
             workers.listen(self.scheduler, settings)
             if not new:
@@ -489,13 +485,11 @@ class Run:
     def evaluate(self) -> None:
         """Score held-out prompts under the version just published, one sample each."""
         start, ranks = time.perf_counter(), self.ranks
-        tickets = [
-            Ticket(-1, 0, i, derive_seed(self.settings.seed, 2**32, i), eval=True)
-            for i in self.held_out[ranks.node :: ranks.nodes]
-        ]
+        mine, seed = self.held_out[ranks.node :: ranks.nodes], self.settings.seed
+        tickets = [Ticket(-1, 0, i, derive_seed(seed, 2**32, i), eval=True) for i in mine]
         self._together(lambda: self.scheduler.begin_evaluation(tickets))
-        timeout = self.settings.batch_timeout
-        samples = self._wait_for(lambda: self.scheduler.evaluated(timeout)) or []
+        patience = self.settings.batch_timeout
+        samples = self._wait_for(lambda: self.scheduler.evaluated(patience)) or []
         scored = ranks.sum(float(len(samples)))  # a prompt whose reward failed twice is left out
         mean = ranks.sum(float(sum(s.reward for s in samples))) / scored
         solved = ranks.sum(float(sum(s.solved for s in samples))) / scored
@@ -594,10 +588,9 @@ def main(argv: list[str] | None = None) -> int:
             run.close()
             if not (bug or message):
                 run.ranks.end()
-    if run and run.ranks.local_rank and not why:
-        return 0  # an end that the ranks agreed on: local rank 0 says which
-    if message and run is None or message and run.ranks.local_rank == 0:
-        # after everything that closing may print: the last line says what happened
+    if run and run.ranks.local_rank:
+        return code if why else 0  # an end that the ranks agreed on: local rank 0 says which
+    if message:  # after everything that closing may print: the last line says what happened
         print(f"train.py: {message}", file=sys.stderr)
     return code
 

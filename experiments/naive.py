@@ -12,7 +12,6 @@ A run that uses them has `worker_main` of this file: its rollout processes know 
 """
 
 import asyncio
-import traceback
 from collections import deque
 from multiprocessing.connection import Connection
 
@@ -21,6 +20,7 @@ import numpy as np
 import rollout
 from buffer import Sample, Ticket
 from envs import Episode
+from plumbing.calls import history
 from plumbing.settings import WorkerSpec
 from rollout import Dispatcher, Worker
 
@@ -116,8 +116,10 @@ class LockstepWorker(Worker):
         try:
             samples = await run_lockstep(episodes)
             self.finished.extend(samples)
-        except Exception:  # of whatever kind: the scheduler counts it and decides
-            details = traceback.format_exc()
+        except BaseException as error:  # of whatever kind: the scheduler counts it and decides
+            if asyncio.current_task().cancelling():
+                raise  # we did it
+            details = history(error)
             self.failed.extend((episode.ticket, details) for episode in episodes)
 
 

@@ -300,6 +300,9 @@ class SimCalls:
             await asyncio.sleep(wait)
         return call(*args)
 
+    def take_cpu(self) -> float:
+        return 0.0
+
 
 class SimWorker(LockstepWorker):
     """A rollout process without the process: the program's worker around a simulated engine."""

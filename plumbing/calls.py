@@ -2,25 +2,88 @@
 
 *Asynchronous reward*: a sample is scored as soon as it ends, in a thread or on a loop of its own,
 so that a slow reward never stalls decoding, and goes on during a weight update.
+
+Whatever that code raises or says is its sample's failure, and no more: exits and interrupts become
+ordinary errors, long texts are clipped, and who takes too long is told where.
 """
 
 import asyncio
 import inspect
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from reprlib import Repr
 
 from plumbing.spans import spans
 
-UNTAMED = (SystemExit, KeyboardInterrupt, StopIteration, StopAsyncIteration)
+CLIP = 2000  # characters of what a user's code says in an error
+SHORT = Repr()
+SHORT.maxstring = SHORT.maxother = 200
+
+
+def short(value) -> str:
+    """A value in an error's text: the repr of a large one is not made whole."""
+    return SHORT.repr(value)
+
+
+def clip(text: str, most: int = CLIP) -> str:
+    """Its beginning and its end."""
+    left_out = f" [... {len(text) - most} characters ...] "
+    return text if len(text) <= most else text[: most // 2] + left_out + text[-most // 2 :]
+
+
+def said_by(error: BaseException) -> str:
+    """What an error is and says, in one line."""
+    try:
+        text = str(error)
+    except Exception as again:  # of whatever kind: it is the user's class
+        text = f"its text raises {type(again).__name__}"
+    return " ".join(f"{type(error).__name__}: {clip(text)}".split())
+
+
+def history(error: BaseException) -> str:
+    """Where it was raised, and what it came from; the text of each is clipped."""
+    parts: list[str] = []
+    while error is not None and len(parts) < 4:  # a chain can be a circle
+        where = "".join(traceback.format_tb(error.__traceback__, -8))
+        parts.insert(0, f"{where}{said_by(error)}\n")
+        error = error.__cause__ or error.__context__
+    return "\n".join(parts)
 
 
 def tame(call: Callable, *args):
     """call(*args), where what would end an event loop or a thread becomes an ordinary error."""
     try:
         return call(*args)
-    except UNTAMED as error:
-        raise RuntimeError(repr(error)) from error
+    except (StopIteration, StopAsyncIteration) as error:  # a future cannot hold the first
+        raise RuntimeError(said_by(error)) from error
+    except Exception:
+        raise
+    except BaseException as error:  # exits, interrupts, the timeouts of some libraries
+        raise RuntimeError(said_by(error)) from error
+
+
+class Call:
+    """One call of the user's code in progress: where it is, and what it costs."""
+
+    def __init__(self):
+        self.thread: int | None = None
+        self.coroutine = None
+
+    def where(self) -> str:
+        """The user's own lines that it stands at; empty if it has not begun."""
+        frame = self.thread and sys._current_frames().get(self.thread)
+        frames = traceback.extract_stack(frame) if frame else []
+        coroutine = self.coroutine
+        while coroutine is not None and getattr(coroutine, "cr_frame", None):
+            frames.append(traceback.extract_stack(coroutine.cr_frame, 1)[0])
+            coroutine = coroutine.cr_await
+        inside = [f for f in frames if f.filename != __file__ and "/concurrent/" not in f.filename]
+        named = [f"{f.filename}:{f.lineno} {f.name}" for f in inside]
+        return " < ".join(reversed(named[-3:]))
 
 
 class EnvCalls:
@@ -31,6 +94,7 @@ class EnvCalls:
     def __init__(self, timeout: float, threads: int):
         self.timeout = timeout  # seconds that one call may take
         self.pool = ThreadPoolExecutor(threads)
+        self.cpu = 0.0  # seconds of a core that blocking calls took, which decoding did not have
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
 
@@ -45,27 +109,53 @@ class EnvCalls:
             if not inspect.isawaitable(result):
                 return result
             call, args = (lambda: result), ()
-        work = spans.around(self._work(call, args, blocking, wait), what, lane)
+        this = Call()
+        work = spans.around(self._work(this, call, args, blocking, wait), what, lane)
         work = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             async with asyncio.timeout(None if own_clock else self.timeout) as clock:
-                return await asyncio.wrap_future(work)
+                try:
+                    return await asyncio.wrap_future(work)
+                except asyncio.CancelledError:
+                    where = this.where() if clock.when() else ""
+                    raise
         except TimeoutError:
             if not clock.expired():
                 raise  # its own
-            raise TimeoutError(f"took longer than {self.timeout:g} s (--env_timeout)") from None
+            at = f", at {where}" if where else ", before it had a thread: others have them all"
+            raise TimeoutError(f"took longer than {self.timeout:g} s (--env_timeout){at}") from None
 
-    async def _work(self, call: Callable, args: tuple, blocking: bool, wait: float):
+    async def _work(self, this: Call, call: Callable, args: tuple, blocking: bool, wait: float):
         if wait:
             await asyncio.sleep(wait)
         if blocking and not inspect.iscoroutinefunction(call):
-            result = await self.loop.run_in_executor(self.pool, tame, call, *args)
+            result = await self.loop.run_in_executor(self.pool, self._in_thread, this, call, *args)
         else:
             result = tame(call, *args)
+        if not inspect.isawaitable(result):
+            return result
+        this.coroutine = result
         try:
-            return await result if inspect.isawaitable(result) else result
-        except UNTAMED as error:
-            raise RuntimeError(repr(error)) from error
+            return await result
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, StopIteration | StopAsyncIteration):
+                raise RuntimeError(said_by(error)) from error
+            raise
+        except BaseException as error:
+            raise RuntimeError(said_by(error)) from error
+
+    def _in_thread(self, this: Call, call: Callable, *args):
+        this.thread, before = threading.get_ident(), time.thread_time()
+        try:
+            return tame(call, *args)
+        finally:
+            this.thread = None  # the next call here is another one
+            self.cpu += time.thread_time() - before
+
+    def take_cpu(self) -> float:
+        """Seconds of a core since the last call."""
+        taken, self.cpu = self.cpu, 0.0
+        return taken
 
     def later(self, call: Callable) -> None:
         """Have it called in a thread; nobody waits for it."""
@@ -94,4 +184,4 @@ def attempt(call, what: str, seconds: float | None) -> None:
     for error in errors:
         if isinstance(error, ValueError | KeyboardInterrupt):
             raise error
-        raise ValueError(" ".join(f"{what}: {type(error).__name__}: {error}".split())) from error
+        raise ValueError(f"{what}: {said_by(error)}") from error

@@ -5,6 +5,13 @@
 """
 
 from functools import lru_cache
+from threading import RLock
+
+from cachetools import LRUCache, cached
+from cachetools.keys import hashkey
+
+KEPT = 32 * 2**20  # bytes of texts and their ids that are remembered
+LONG = 4000  # characters from which on tokenising is no work for an event loop
 
 SAID = "@what-the-model-said@"  # stands for a turn while a chat template is rendered around it
 ASKED = "@what-it-is-asked@"  # the same, for a text that spells special tokens
@@ -14,7 +21,20 @@ def templated(task, tokenizer) -> bool:
     return bool(task.chat and tokenizer.chat_template)
 
 
-@lru_cache(maxsize=8192)  # the samples of a group render the template once between them
+def _bytes(ids: tuple[int, ...]) -> int:
+    """Of an entry, roughly: a token, a place in its tuple, and the characters that it is of."""
+    return 500 + 50 * len(ids)
+
+
+_lock = RLock()  # long texts are encoded in threads
+remembered = LRUCache(KEPT, _bytes)  # the samples of a group render the template once between them
+
+
+def remember(call):
+    return cached(remembered, key=lambda *args: hashkey(call.__name__, *args), lock=_lock)(call)
+
+
+@remember
 def encode_prompt(task, text: str, tokenizer) -> tuple[int, ...]:
     """Token ids of a prompt, in the chat template if the task wants it and the model has one."""
     if not templated(task, tokenizer):
@@ -27,7 +47,7 @@ def encode_prompt(task, text: str, tokenizer) -> tuple[int, ...]:
     return tuple(out["input_ids"])
 
 
-@lru_cache(maxsize=8192)
+@remember
 def encode_reply(task, text: str, tokenizer, last: int | None = None) -> tuple[int, ...]:
     """Token ids of what follows a sampled turn: its end (unless that is `last`, the last token
     sampled), what the environment says, and the opening of the next turn. They do not depend on
@@ -42,6 +62,18 @@ def encode_reply(task, text: str, tokenizer, last: int | None = None) -> tuple[i
     rest = rest.partition(SAID)[2]
     ids = around(rest, text, tokenizer) if special else encode(rest, tokenizer)
     return ids[1:] if ids[:1] == (last,) else ids
+
+
+def cut(text: str, room: int, tokenizer) -> str:
+    """No more of a text than can matter: what is left of a longer one still does not fit into
+    `room` tokens."""
+    return text[: (room + 1) * longest_token(tokenizer)]
+
+
+@lru_cache(maxsize=16)
+def longest_token(tokenizer) -> int:
+    """Characters that one token may stand for."""
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def stop_ids(task, tokenizer, declared: tuple[int, ...] = ()) -> list[int]:

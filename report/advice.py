@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from report import theory
-from report.rows import TRAINER_TIMES, idle_shares, read_rows, times_of
+from report.rows import TRAINER_TIMES, WORKER_TIMES, idle_shares, read_rows, times_of
 
 
 def hint(rows: list[dict], config: dict, free: int) -> str:
@@ -20,6 +20,8 @@ def hint(rows: list[dict], config: dict, free: int) -> str:
     steps = [row for row in rows if "step" in row][3:]  # the first ones warm up
     if len(steps) < 7:
         return ""
+    if slow := crowded(steps):
+        return slow
     idle, more = idle_shares(steps), "--batch_size" + (", --alpha" if config["alpha"] else "")
     trainer, rollout = (f"{idle[side]:.0%}" for side in ("trainer", "rollout"))
     if min(idle.values()) > 0.5:  # in sync, each waits for the other half of the time
@@ -47,6 +49,19 @@ def hint(rows: list[dict], config: dict, free: int) -> str:
     return (
         f"A step took {measured:.2f} s; it would take at most {said.seconds:.2f} s if training "
         f"went on while the next batch is generated (--mode async --alpha {said.alpha})."
+    )
+
+
+def crowded(steps: list[dict]) -> str:
+    """One sentence if blocking environments and rewards compute for long: they share an interpreter
+    with the loop that decodes, and so its time. Empty otherwise."""
+    busy = sum(row.get("t_env_cpu", 0.0) for row in steps)
+    whole = sum(row.get(f"t_worker_{what}", 0.0) for row in steps for what in WORKER_TIMES)
+    if busy <= 0.25 * whole:
+        return ""
+    return (
+        f"Environments or rewards compute for {busy / whole:.0%} of a worker's time, in threads of "
+        "its process, which slows decoding: have them wait for another process (docs/rewards.md)."
     )
 
 

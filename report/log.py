@@ -25,7 +25,7 @@ from plumbing.files import WriteError, write_whole
 from plumbing.processes import say
 from plumbing.ranks import cores
 from plumbing.settings import Settings
-from report.advice import hint
+from report.advice import crowded, hint
 from report.rows import read_rows, summarize
 from report.timeline import TraceFile
 from report.tokens import TokenFile
@@ -155,6 +155,8 @@ class Log:
             for note in notes_on_batch(row, self.settings):
                 say(f"note: {note}")
         self._write(row)
+        if row["step"] == (self.resumed_at or 0) + 5 and (slow := crowded(self.rows[-5:])):
+            say(f"note: {slow}")
         if batch and self.tokens:
             self._attempt(
                 "tokens.jsonl", self.tokens.write, row["step"], batch, seen, tokenizer

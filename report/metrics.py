@@ -92,6 +92,7 @@ def batch_metrics(run) -> dict:
         "lost_reward_mean": counts["lost_reward"] / (counts["lost_finished"] or 1),
         **{f"t_{what}": seconds[what] for what in TRAINER_TIMES},
         **{f"t_worker_{what}": counts[what] / workers for what in WORKER_TIMES},
+        "t_env_cpu": counts["env_cpu"] / workers,  # of threads that share a worker's interpreter
         "slots_used": counts["slots_used"] / engine_steps,
         "steps_below_cap": counts["steps_below_cap"] / engine_steps,
         "steps_starved": counts["steps_starved"] / engine_steps,  # below it while tasks waited

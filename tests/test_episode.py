@@ -21,8 +21,8 @@ from envs import (
     run_episode,
 )
 from experiments.naive import run_lockstep
-from plumbing.calls import EnvCalls
-from plumbing.chat import encode_reply
+from plumbing.calls import EnvCalls, history
+from plumbing.chat import encode_reply, remembered
 from plumbing.settings import Settings
 from plumbing.tiny import byte_tokenizer
 
@@ -417,6 +417,110 @@ def test_a_message_of_several_lines_becomes_one():
 
     with pytest.raises(EnvError, match="step 1: ValueError: bad move: row 3 see the manual"):
         play(games(Verbose), Scripted(ids_of("1")))
+
+
+class Odd(BaseException):
+    """As the timeouts of some libraries are, which an `except Exception` is not to swallow."""
+
+
+class Broken(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("how", ["blocking", "on the loop", "async"])
+@pytest.mark.parametrize(
+    "wrong", [Odd(), GeneratorExit(), asyncio.CancelledError(), StopIteration(), Broken()], ids=repr
+)
+def test_whatever_a_reward_raises_is_its_samples_failure(how, wrong):
+    task = Parrot(Settings())
+    task.blocking = how == "blocking"
+
+    def raises(row, response):
+        raise wrong
+
+    async def raises_later(row, response):
+        await asyncio.sleep(0)
+        raise wrong
+
+    task.reward = raises_later if how == "async" else raises
+    with pytest.raises(EnvError, match=f"the reward: .*{type(wrong).__name__}"):
+        play(task, Scripted([70]), ticket(prompt=0))
+
+
+def test_the_text_of_an_error_is_clipped_wherever_it_is_kept():
+    task = Parrot(Settings())
+
+    def raises(row, response):
+        try:
+            raise ValueError("x" * 20_000_000)
+        except ValueError as error:
+            raise OSError("y" * 20_000_000 + " the end") from error
+
+    task.reward = raises
+    with pytest.raises(EnvError, match="OSError: yyy.* the end$") as failed:
+        play(task, Scripted([70]), ticket(prompt=0))
+    kept = history(failed.value)
+    assert len(str(failed.value)) < 5000 and len(kept) < 50_000
+    assert "in raises" in kept and "ValueError: xxx" in kept
+
+
+def test_nonsense_of_any_size_is_shown_in_short():
+    class Large(Counting):
+        def step(self, action):
+            return ["x" * 1000] * 100_000
+
+    with pytest.raises(EnvError, match="step has to return") as failed:
+        play(games(Large), Scripted(ids_of("1")))
+    assert len(str(failed.value)) < 5000
+
+
+@pytest.mark.parametrize("where", ["reset", "step"])
+def test_of_a_huge_observation_no_more_is_tokenised_than_shows_that_it_does_not_fit(where):
+    class Huge(Counting):
+        def reset(self, seed):
+            text, info = super().reset(seed)
+            return "go on " * 10**6 if where == "reset" else text, info
+
+        def step(self, action):
+            return "go on " * 10**6, 0.0, False, False, {}
+
+    class Asked:
+        """The tokenizer, and what it is asked."""
+
+        sizes: list = []
+        chat_template = None
+
+        def __getattr__(self, name):
+            return getattr(TOKENIZER, name)
+
+        def __call__(self, text, **how):
+            self.sizes.append((len(text), threading.current_thread() is threading.main_thread()))
+            return TOKENIZER(text, **how)
+
+    tokenizer, limits = Asked(), Limits(9, 5, 8000)
+    if where == "reset":
+        with pytest.raises(EnvError, match="leaves no room"):
+            play(games(Huge), Scripted(ids_of("1")), None, limits, tokenizer)
+    else:
+        assert play(games(Huge), Scripted(ids_of("1")), None, limits, tokenizer).truncated
+    size, on_the_loop = max(tokenizer.sizes)
+    assert 8000 < size < 200_000 and not on_the_loop
+    assert remembered.currsize <= remembered.maxsize < 10**8  # bytes, whatever came
+
+
+def test_a_timeout_says_at_which_line_it_stands():
+    def sleeps():
+        time.sleep(0.3)
+
+    async def waits():
+        await asyncio.sleep(30)
+
+    calls = EnvCalls(0.1, 1)
+    for what, name in ((sleeps, "sleeps"), (waits, "waits")):
+        with pytest.raises(TimeoutError, match=rf"0.1 s \(--env_timeout\), at .*py:\d+ {name}"):
+            asyncio.run(calls(what, blocking=True))
+        time.sleep(0.3)
 
 
 @pytest.fixture

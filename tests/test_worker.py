@@ -12,7 +12,7 @@ import pytest
 import torch.multiprocessing as mp
 
 from buffer import Ticket
-from envs import Limits
+from envs import Episode, Limits
 from experiments.naive import LockstepWorker
 from plumbing.settings import Settings, WorkerSpec
 from plumbing.tiny import byte_tokenizer
@@ -243,6 +243,34 @@ def test_the_naive_form_plays_all_its_episodes_in_step(serving):
     assert [len(sample.turns) for sample in samples] == [2, 2, 2]
     begun = [seed for what, seed in serving.log if what == "begun"]
     assert sorted(begun[:3]) == sorted(begun[3:]) == [514, 515, 516]
+
+
+@pytest.mark.parametrize("wrong", [GeneratorExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_an_episode_that_ends_in_whatever_way_is_reported(serving, monkeypatch, wrong):
+    def crash(self, *_):
+        raise wrong
+
+    monkeypatch.setattr(Episode, "sample", crash)  # past all that guards the user's code
+    serving.pipe.send(("tickets", [ticket(2)]))
+    _, failed, _ = results(serving.pipe, 1)
+    assert failed[0][0] == ticket(2) and wrong.__name__ in failed[0][1]
+
+
+def test_what_blocking_environments_compute_is_counted(serving, monkeypatch):
+    env = sys.modules["custom_env_slow_envs"].Slow
+
+    def spin(self, action):
+        end = time.thread_time() + 0.2
+        while time.thread_time() < end:
+            pass
+        return "on", 1.0, True, False, {}
+
+    monkeypatch.setattr(env, "step", spin)
+    serving.worker.task.blocking = True
+    serving.pipe.send(("tickets", [ticket(2)]))
+    assert serving.pipe.poll(PATIENCE)
+    kind, (sample,), _, _, counts, _ = serving.pipe.recv()
+    assert kind == "results" and sample.reward == 1.0 and counts["env_cpu"] >= 0.2
 
 
 def test_a_failure_is_reported_with_its_seed_and_step(serving, monkeypatch):

@@ -183,6 +183,7 @@ LONG_TAIL |= {"slots_used": 2.0, "length_max": 600}
         (1.0, 1, {"t_wait": 2.0, "t_worker_idle": 2.0}, "wait at once .* (--batch_size, --alpha)"),
         (0.0, 1, {"t_wait": 2.0, "t_worker_idle": 2.0}, "wait at once .* (--batch_size)"),
         (0.0, 1, {"t_wait": 0.96, "t_worker_idle": 0.7}, ""),  # the bounds promise less
+        (1.0, 0, {"t_env_cpu": 0.5}, "compute for .*% of a worker's time"),
         (0.0, 1, LONG_TAIL, "at most 3.0. s .* --alpha 4"),
     ],
 )
