@@ -419,6 +419,11 @@ def one_run(args) -> str:
     if args.gpus < 2 or args.alpha < 0 or not 1 <= args.median <= THINK["longest"]:
         limits = f"--gpus is 2 or more, --alpha 0 or more, --median 1 to {THINK['longest']}"
         raise ValueError(limits)
+    if args.steps < (least := 2 * math.ceil(args.alpha) + 2):
+        raise ValueError(
+            f"--steps {args.steps}: at --alpha {args.alpha:g} the pipeline takes {least - 2} steps "
+            f"to fill and to empty; {least} or more have a middle to be timed"
+        )
     sync = args.alpha == 0
     train = args.gpus if sync else max(1, round(TRAIN_SHARE * args.gpus))
     rollout = args.gpus if sync else args.gpus - train

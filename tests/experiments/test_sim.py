@@ -342,6 +342,7 @@ def test_the_turns_of_a_measured_run_are_those_of_its_samples():
         (["quene"], "no experiment quene"),
         (["validate"], "at least one RUN_DIR"),
         (["validate", "nowhere"], "no config.json in nowhere"),
+        (["--trace", "x", "--alpha", "4", "--steps", "9"], "10 or more have a middle"),
         (["--seed", "x"], "invalid int value"),
     ],
 )
