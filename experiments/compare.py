@@ -57,6 +57,7 @@ from tasks.find import make_task
 from tasks.puzzles import Addition
 
 FIXED = dict(batch_size=16, learning_rate=3e-4, max_model_len=1024, eval_every=0, eval_prompts=512)
+FIXED |= dict(max_restarts=0)  # what is timed has to run through
 ALONE = "each side alone"
 WARM, TAIL = 3, 3  # steps before and after those that are timed: the pipeline fills and empties
 

@@ -37,7 +37,7 @@ class HeavyTail(LongAnswer):
 
 FLAGS = {
     "env": f"{__file__}:HeavyTail", "batch_size": 8, "group_size": 8, "learning_rate": 3e-4,
-    "max_model_len": 512, "eval_every": 0,
+    "max_model_len": 512, "eval_every": 0, "max_restarts": 0,
 }  # fmt: skip
 
 

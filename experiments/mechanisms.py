@@ -34,6 +34,7 @@ from rollout import Dispatcher
 WORKERS, PLACES = 2, 32
 FIXED = dict(mode="sync", rollout_workers=WORKERS, max_num_seqs=PLACES, max_model_len=256)
 FIXED |= dict(learning_rate=1e-4, eval_every=0, filter_limit=1000.0, batch_timeout=600.0)
+FIXED |= dict(max_restarts=0)  # what is timed has to run through
 
 
 # -- what is generated ---------------------------------------------------------------------------

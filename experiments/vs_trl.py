@@ -185,7 +185,7 @@ def run_ours(job: dict, workers: int, on_update: str, skip: int, directory: Path
         "--steps": job["steps"], "--batch_size": GROUPS, "--group_size": GROUP_SIZE,
         "--max_tokens": MAX_TOKENS, "--learning_rate": LEARNING_RATE, "--temperature": 1.0,
         "--rollout_workers": workers, "--on_update": on_update, "--eval_every": 0,
-        "--seed": job["seed"], "--run_dir": run_dir,
+        "--seed": job["seed"], "--run_dir": run_dir, "--max_restarts": 0,
     }  # fmt: skip
     words = [str(word) for pair in flags.items() for word in pair]
     run([sys.executable, str(ROOT / "train.py"), *words], directory / "ours.log", {})

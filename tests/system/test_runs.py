@@ -41,6 +41,21 @@ def test_the_quick_run_learns_addition(tmp_path):
 
 
 @pytest.mark.timeout(600)
+def test_two_ranks_replay_batches_as_one_rank_does(tmp_path, tiny):
+    flags = ["--model", tiny, "--steps", "3", "--batch_size", "4", "--eval_every", "0"]
+    flags += ["--max_model_len", "128"]
+    made = launch(tmp_path / "made", *flags, "--dump_batches", "true")
+    flags += ["--replay_batches", str(tmp_path / "made" / "batches")]
+    one = launch(tmp_path / "one", *flags)
+    two = launch(tmp_path / "two", *flags, ranks=2)
+    assert [row["loss"] for row in one] == [row["loss"] for row in made]
+    for a, b in zip(one, two, strict=True):
+        assert a["prompt_ids"] == b["prompt_ids"]
+        for key in ("loss", "grad_norm", "entropy"):  # in float32: sums have another order
+            assert abs(a[key] - b[key]) < 1e-6 * max(1, abs(a[key])), (key, a[key], b[key])
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("declared", [[2, 1], None])
 def test_turns_end_also_if_the_tokenizer_names_another_end_than_the_model_writes(
     tmp_path, tiny, declared
