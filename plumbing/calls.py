@@ -49,7 +49,7 @@ def history(error: BaseException) -> str:
     parts: list[str] = []
     while error is not None and len(parts) < 4:  # a chain can be a circle
         where = "".join(traceback.format_tb(error.__traceback__, -8))
-        parts.insert(0, f"{where}{said_by(error)}\n")
+        parts.insert(0, f"Traceback (most recent call last):\n{where}{said_by(error)}\n")
         error = error.__cause__ or error.__context__
     return "\n".join(parts)
 

@@ -159,4 +159,7 @@ class Watch:
         self._say(why)
         if int(os.environ.get("LOCAL_RANK", 0)) == 0:
             print(f"train.py: {why}", file=sys.stderr, flush=True)
+        # Words of theirs that nobody has read reset the connection when this process ends, and
+        # with it what was just said to them.
+        time.sleep(BEAT / 4)
         kill_children_and_exit(1)
