@@ -111,19 +111,16 @@ class EnvCalls:
             call, args = (lambda: result), ()
         this = Call()
         work = spans.around(self._work(this, call, args, blocking, wait), what, lane)
-        work = asyncio.run_coroutine_threadsafe(work, self.loop)
+        work = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
         try:
-            async with asyncio.timeout(None if own_clock else self.timeout) as clock:
-                try:
-                    return await asyncio.wrap_future(work)
-                except asyncio.CancelledError:
-                    where = this.where() if clock.when() else ""
-                    raise
-        except TimeoutError:
-            if not clock.expired():
-                raise  # its own
-            at = f", at {where}" if where else ", before it had a thread: others have them all"
-            raise TimeoutError(f"took longer than {self.timeout:g} s (--env_timeout){at}") from None
+            await asyncio.wait([work], timeout=None if own_clock else self.timeout)
+            if work.done():
+                return work.result()
+            # Before it is stopped: afterwards it stands nowhere.
+            at = this.where() or "no line: others have all threads"
+            raise TimeoutError(f"took longer than {self.timeout:g} s (--env_timeout), at {at}")
+        finally:
+            work.cancel()  # if it is not done: it took too long, or its episode was stopped
 
     async def _work(self, this: Call, call: Callable, args: tuple, blocking: bool, wait: float):
         if wait:
