@@ -54,20 +54,25 @@ def history(error: BaseException) -> str:
     return "\n".join(parts)
 
 
+def ordinary(error: BaseException) -> bool:
+    """Not so: exits, interrupts, the timeouts of some libraries; and what a future cannot hold."""
+    return isinstance(error, Exception) and not isinstance(
+        error, StopIteration | StopAsyncIteration
+    )
+
+
 def tame(call: Callable, *args):
     """call(*args), where what would end an event loop or a thread becomes an ordinary error."""
     try:
         return call(*args)
-    except (StopIteration, StopAsyncIteration) as error:  # a future cannot hold the first
-        raise RuntimeError(said_by(error)) from error
-    except Exception:
-        raise
-    except BaseException as error:  # exits, interrupts, the timeouts of some libraries
+    except BaseException as error:
+        if ordinary(error):
+            raise
         raise RuntimeError(said_by(error)) from error
 
 
 class Call:
-    """One call of the user's code in progress: where it is, and what it costs."""
+    """One call of the user's code in progress: where it is."""
 
     def __init__(self):
         self.thread: int | None = None
@@ -134,11 +139,11 @@ class EnvCalls:
         this.coroutine = result
         try:
             return await result
-        except (Exception, asyncio.CancelledError) as error:
-            if isinstance(error, StopIteration | StopAsyncIteration):
-                raise RuntimeError(said_by(error)) from error
+        except asyncio.CancelledError:
             raise
         except BaseException as error:
+            if ordinary(error):
+                raise
             raise RuntimeError(said_by(error)) from error
 
     def _in_thread(self, this: Call, call: Callable, *args):

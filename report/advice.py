@@ -56,7 +56,8 @@ def crowded(steps: list[dict]) -> str:
     """One sentence if blocking environments and rewards compute for long: they share an interpreter
     with the loop that decodes, and so its time. Empty otherwise."""
     busy = sum(row.get("t_env_cpu", 0.0) for row in steps)
-    whole = sum(row.get(f"t_worker_{what}", 0.0) for row in steps for what in WORKER_TIMES)
+    total = times_of(steps)
+    whole = sum(total[f"worker_{what}"] for what in WORKER_TIMES)
     if busy <= 0.25 * whole:
         return ""
     return (

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from envs import Env, EnvTask, Task
-from plumbing.calls import attempt
+from plumbing.calls import attempt, said_by
 
 # Name or prefix -> the module and class that has it; imported only when asked for.
 BUILT_IN = {
@@ -63,8 +63,7 @@ def load_class(name: str) -> type[Task] | type[Env]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # it is the user's file: whatever it raises, an exit too
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"env file {path}: {why}") from error
+        raise ValueError(f"env file {path}: {said_by(error)}") from error
     found = getattr(module, class_name, None)
     if not (isinstance(found, type) and issubclass(found, Task | Env)):
         what = "no subclass of envs.Task or envs.Env" if found else "not in the file"
